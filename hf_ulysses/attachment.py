@@ -1,0 +1,256 @@
+"""attach(model): the engine on one model, with nothing else switched on. Works in a bare PyTorch loop.
+
+    sp = attach(model, group)
+    part = sp.shard(batch)                                  full rows -> this rank's part
+    out = model(**part)                                     hooks: row facts, masks, rotary, attention
+    loss = sp.reduce_loss(out.loss, part["shift_labels"])   the row's token mean
+    sp.detach()
+
+What attaching touches, all undone by `detach`: forward hooks on the model, its inner models and its position-dependent
+rotary embeddings; and, in the modelling files of the model's classes (counted over attachments), the names through
+which they find attention functions and mask builders. A deepcopy of the model is not attached.
+"""
+
+import inspect
+import sys
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from . import support
+from .attention import exchanging
+from .gather import gather_sequence
+from .loss import reduce_loss
+from .masks import BUILDERS, for_full_row
+from .patching import Names
+from .rotary import depends_on_positions, feed_full_row
+from .row import ROW_KEY, current_row, hold, release
+from .sharding import shard_batch
+
+_attachments: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()
+_names = Names()
+# A row whose ranks read different data trains silently on a mix: compare on the first batch and every so often.
+_VERIFY_EVERY = 100
+
+
+def attachment_of(module) -> "Attachment | None":
+    """The attachment of a module, by identity; `None` for modules of models that are not attached."""
+    return _attachments.get(module)
+
+
+class Attachment:
+    """Sequence parallelism on one model. Made by `attach`; also a context manager that detaches on exit.
+
+    Attributes:
+        group (`torch.distributed.ProcessGroup`), size (`int`), rank (`int`): the sequence-parallel group.
+        exchanges (`int`): attention calls that went through the exchange since attaching.
+        require_shards (`bool`): whether a training forward on an unsharded batch is an error.
+    """
+
+    def __init__(self, model, group, seq_length=None, require_shards=False):
+        self.group = group
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.seq_length, self.require_shards = seq_length, require_shards
+        self.exchanges = 0
+        self._model = weakref.ref(model)
+        self._verifications = 0
+        self._held, self._handles, self._entered = [], [], []
+
+        modules = list(model.modules())
+        for module in modules:
+            _attachments[module] = self
+            if module is model or hasattr(module, "get_input_embeddings"):
+                self._handles += self._hook(module)
+            if depends_on_positions(module):
+                self._handles += feed_full_row(module, self.rank, self.size)
+        for source in _modelling_modules(modules):
+            for name, wrap in _replacements(source):
+                self._held.append(_names.hold(source, name, wrap))
+        self._finalizer = weakref.finalize(model, _release_names, self._held)
+
+    # -- the public contract ------------------------------------------------------------------------------------------
+
+    def shard(self, batch):
+        """Cut a batch of full rows into this rank's part. Collective on the first call and every 100th.
+
+        Every rank of the group passes the *same* rows. Adds `position_ids`, `shift_labels`, the row's facts and, when
+        the row had to be padded to a multiple of the group's size, `attention_mask`; sets `use_cache=False` where the
+        model has a cache.
+
+        Raises:
+            ValueError: a batch that cannot be cut (see `sharding.py`), or rows that differ within the group.
+        """
+        part = shard_batch(batch, self.rank, self.size, self.seq_length)
+        self._verify(part[ROW_KEY])
+        if hasattr(getattr(self._model(), "config", None), "use_cache"):
+            part["use_cache"] = False
+        return part
+
+    def reduce_loss(self, loss, shift_labels, num_items_in_batch=None):
+        """The row's token mean, equal on all ranks; see `loss.reduce_loss`. Collective."""
+        return reduce_loss(loss, shift_labels, self.group, num_items_in_batch)
+
+    def gather(self, tensor, like=None, dim=1):
+        """Shards `(B, s, ...)` -> the full row `(B, S, ...)`, padding removed. Differentiable, collective.
+
+        Args:
+            tensor (`torch.Tensor`): this rank's shard.
+            like (`Mapping`, *optional*): the sharded batch it belongs to; without it the padding stays.
+            dim (`int`, *optional*, defaults to 1): the sequence dimension.
+        """
+        return gather_sequence(tensor, self.group, dim, None if like is None else like[ROW_KEY].length)
+
+    def detach(self):
+        """Undo `attach`: remove hooks, restore names. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._finalizer.detach():
+            _release_names(self._held)
+        for module in [module for module, attachment in _attachments.items() if attachment is self]:
+            del _attachments[module]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.detach()
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    def _hook(self, module):
+        parameters = inspect.signature(type(module).forward).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        takes_cache = "use_cache" in parameters
+        outermost = module is self._model()
+
+        def enter(module, args, kwargs):
+            row = kwargs.get(ROW_KEY)
+            self._entered.append((module, hold(row if row is not None else current_row())))
+            if row is None:
+                if outermost and current_row() is None:
+                    self._refuse_unsharded(module)
+                return None
+            if not row.verified:
+                self._verify(row)
+            kwargs = dict(kwargs)
+            if not takes_any:
+                del kwargs[ROW_KEY]
+            if takes_cache:
+                kwargs["use_cache"] = False
+            return args, kwargs
+
+        def leave(module, args, kwargs, output):
+            if self._entered and self._entered[-1][0] is module:
+                release(self._entered.pop()[1])
+
+        return [
+            module.register_forward_pre_hook(enter, with_kwargs=True),
+            module.register_forward_hook(leave, with_kwargs=True, always_call=True),
+        ]
+
+    def _refuse_unsharded(self, module):
+        if self.require_shards and module.training and torch.is_grad_enabled():
+            raise ValueError(
+                f"{type(module).__name__} was attached for sequence parallelism (sp_size={self.size}) but trains on a "
+                "batch that was not sharded. Pass the dataloader to accelerator.prepare() together with the model, "
+                "or wrap it: dataloader = accelerator.deepspeed_ulysses_dl_adapter(dataloader, model)."
+            )
+
+    def row_outside_kwargs(self, module, row):
+        """The current row, for attention that got none in its keyword arguments; an error if it would be lost."""
+        if row is not None and module.training and torch.is_grad_enabled():
+            model = self._model()
+            if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+                raise ValueError(
+                    f"{type(model).__name__} does not pass keyword arguments on to {type(module).__name__}, so "
+                    "gradient checkpointing would recompute attention without the row's facts. Switch gradient "
+                    "checkpointing off for this model, or train it without sequence parallelism."
+                )
+        return row
+
+    def _verify(self, row):
+        row.verified = True
+        self._verifications += 1
+        if self._verifications % _VERIFY_EVERY != 1:
+            return
+        checksums = row.checksum.new_empty(self.size * 3)
+        dist.all_gather_into_tensor(checksums, row.checksum.contiguous(), group=self.group)
+        checksums = checksums.view(self.size, 3).tolist()
+        if any(checksum != checksums[0] for checksum in checksums):
+            raise ValueError(
+                "The ranks of a sequence-parallel group read different rows; (batch, length, checksum) per rank: "
+                f"{[tuple(c) for c in checksums]}. All of them must read the same batch: split the data over "
+                "data-parallel ranks only, seed shuffling and random collators alike, and check that `group` is not "
+                "the data-parallel group."
+            )
+
+
+def attach(model, group=None, *, seq_length=None, require_shards=False) -> Attachment:
+    """Attach sequence parallelism to `model`. Not collective, but every rank of `group` must do it.
+
+    Args:
+        model (`torch.nn.Module`): a Transformers model, wrapped (PEFT, DDP, FSDP2, DeepSpeed) or not.
+        group (`torch.distributed.ProcessGroup`, *optional*): whose ranks share a row; defaults to all ranks.
+        seq_length (`int`, *optional*): the only row length allowed.
+        require_shards (`bool`, *optional*, defaults to `False`): make training on an unsharded batch an error.
+
+    Returns:
+        `Attachment`
+
+    Raises:
+        ValueError: the model cannot be trained exactly with a group of this size, or is attached already.
+    """
+    if not dist.is_initialized():
+        raise ValueError("attach() needs torch.distributed: call torch.distributed.init_process_group() first.")
+    group = dist.group.WORLD if group is None else group
+    if attachment_of(model) is not None:
+        raise ValueError(f"{type(model).__name__} is attached already: detach() it first.")
+    support.check_model(model, dist.get_world_size(group))
+    return Attachment(model, group, seq_length, require_shards)
+
+
+class _Registry:
+    """A modelling file's `ALL_ATTENTION_FUNCTIONS`, handing out functions that exchange."""
+
+    def __init__(self, registry):
+        self._registry = registry
+
+    def __getattr__(self, name):
+        return getattr(self._registry, name)
+
+    def __contains__(self, key):
+        return key in self._registry
+
+    def __getitem__(self, key):
+        return exchanging(self._registry[key], attachment_of)
+
+    def get(self, key, default=None):
+        found = self._registry.get(key, default)
+        return exchanging(found, attachment_of) if callable(found) else found
+
+    def get_interface(self, *args, **kwargs):
+        return exchanging(self._registry.get_interface(*args, **kwargs), attachment_of)
+
+
+def _modelling_modules(modules):
+    """The Python modules that define the classes of `modules`, base classes included; torch's own left out."""
+    names = {cls.__module__ for module in modules for cls in type(module).__mro__}
+    return [sys.modules[name] for name in sorted(names) if name in sys.modules and name.partition(".")[0] != "torch"]
+
+
+def _replacements(source):
+    """What to replace in a modelling file, found by the names that transformers' modelling files use."""
+    for name in BUILDERS:
+        if callable(vars(source).get(name)):
+            yield name, for_full_row
+    if "ALL_ATTENTION_FUNCTIONS" in vars(source):
+        yield "ALL_ATTENTION_FUNCTIONS", _Registry
+    if callable(vars(source).get("eager_attention_forward")):
+        yield "eager_attention_forward", lambda core: exchanging(core, attachment_of)
+
+
+def _release_names(held):
+    while held:
+        _names.release(held.pop())

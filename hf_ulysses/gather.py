@@ -1,0 +1,43 @@
+"""Shards -> full row: the differentiable inverse of cutting along the sequence."""
+
+import torch
+import torch.distributed as dist
+
+
+def gather_sequence(tensor, group, dim: int = 1, length: int | None = None):
+    """Concatenate every rank's `tensor` along `dim`, in rank order. Differentiable; collective over `group`.
+
+    Every rank ends up with the full tensor. Backward sums, over ranks, the gradients of this rank's part: a loss that
+    each rank computes from the full row, with gradients averaged over ranks, has the gradient of one process.
+
+    Args:
+        tensor (`torch.Tensor`): this rank's shard, of the same shape on every rank.
+        group (`torch.distributed.ProcessGroup`): the sequence-parallel group.
+        dim (`int`, *optional*, defaults to 1): the sequence dimension.
+        length (`int`, *optional*): cut the result to this length, to remove padding.
+    """
+    full = _Gather.apply(tensor, group, dim)
+    return full if length is None else full.narrow(dim, 0, length)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, group, dim):
+        size = dist.get_world_size(group)
+        ctx.group, ctx.dim, ctx.size = group, dim, size
+        part = tensor.movedim(dim, 0).contiguous()
+        full = part.new_empty(size * part.shape[0], *part.shape[1:])
+        if part.dtype == torch.bool:
+            # Not every backend carries booleans.
+            dist.all_gather_into_tensor(full.view(torch.uint8), part.view(torch.uint8), group=group)
+        else:
+            dist.all_gather_into_tensor(full, part, group=group)
+        return full.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # An all-to-all and a sum: a reduce-scatter that gloo has too.
+        send = grad.movedim(ctx.dim, 0).contiguous()
+        receive = torch.empty_like(send)
+        dist.all_to_all_single(receive, send, group=ctx.group)
+        return receive.unflatten(0, (ctx.size, -1)).sum(dim=0).movedim(0, ctx.dim), None, None

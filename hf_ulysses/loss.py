@@ -1,0 +1,45 @@
+"""The normalisation of the loss, argued once.
+
+Let a row have N valid targets, n_r of them on sequence rank r, and let rank r compute the mean l_r over its own. The
+row's token mean is L = sum_r n_r l_r / N. Engines average gradients over all ranks, so rank r has to back-propagate
+c_r = P n_r l_r / N over P ranks: the average of the gradients of the c_r is the gradient of L. The value that is
+reported is L itself, the same on every rank; a rank without targets contributes zero, not NaN.
+
+A loss that is already a sum over a count of the whole optimizer step (`num_items_in_batch`) is a share of it: L is the
+sum of the shares and c_r = P times the share.
+"""
+
+import torch
+import torch.distributed as dist
+
+IGNORE_INDEX = -100
+
+
+def reduce_loss(loss, shift_labels, group, num_items_in_batch=None):
+    """The row's token mean from this rank's part of it. Collective over `group` (one all-reduce of two numbers).
+
+    Args:
+        loss (`torch.Tensor`): a scalar, the mean over this rank's valid targets, or with `num_items_in_batch` their sum
+            divided by that count.
+        shift_labels (`torch.Tensor`): this rank's targets, -100 where there is none.
+        group (`torch.distributed.ProcessGroup`): the sequence-parallel group.
+        num_items_in_batch (`int` or `torch.Tensor`, *optional*): given when the loss is a sum over it.
+
+    Returns:
+        `torch.Tensor`: a scalar, equal on all ranks of the group. Averaging gradients over ranks gives its gradient.
+    """
+    size = dist.get_world_size(group)
+    if num_items_in_batch is None:
+        valid = (shift_labels != IGNORE_INDEX).sum()
+        # `where` before the multiplication: the mean over no targets is NaN, and so would be its product with zero.
+        weighted = torch.where(valid > 0, loss, torch.zeros_like(loss)) * valid
+    else:
+        valid, weighted = torch.ones_like(loss), loss
+    sums = torch.stack([weighted.detach().double(), valid.detach().double()])
+    dist.all_reduce(sums, group=group)
+    total, count = sums.unbind()
+    count = count.clamp(min=1) if num_items_in_batch is None else torch.ones_like(count)
+    mean = (total / count).to(loss.dtype)
+    contribution = weighted * (size / count).to(loss.dtype)
+    # The value of the mean, the gradient of this rank's contribution.
+    return contribution + (mean - contribution).detach()

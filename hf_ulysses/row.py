@@ -1,0 +1,112 @@
+"""What every rank knows of the full row, and how it reaches the places that need it.
+
+Every rank of a sequence-parallel group read the same row before it was cut, so the full row's positions, 2-D mask and
+document boundaries are known everywhere without communication. They ride in the batch, under `ROW_KEY`, as a `Row`:
+
+    batch[ROW_KEY] -> model(**batch) -> the layers' keyword arguments -> the attention hook     (survives recomputation
+                          |                                                                      under checkpointing)
+                          +-> `current_row()` while that forward runs -> mask builders, rotary embeddings (which get no
+                                                                         keyword arguments of ours)
+"""
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+ROW_KEY = "ulysses_row"
+
+
+class Row:
+    """The full row's facts, on one rank. Read-only by convention.
+
+    Not a dataclass on purpose: torch's FSDP rebuilds dataclasses field by field while it casts a forward's inputs.
+
+    Args:
+        length (`int`): tokens of the row as the user gave it.
+        padded (`int`): tokens after padding to a multiple of sp_size; every shard has `padded // sp_size`.
+        position_ids (`torch.Tensor`): of shape `(B, padded)` or `(k, B, padded)` (mrope), the padding counted on.
+        attention_mask (`torch.Tensor`, *optional*): of shape `(B, padded)`, zero on the padding; `None` when the user
+            gave none: then documents are told apart by `position_ids`.
+        boundaries (`dict`): `cu_seq_lens_q/k` and `max_length_q/k` of the full row, where the user gave them.
+        checksum (`torch.Tensor`): of shape `(3,)`, int64; equal on two ranks that read the same row.
+    """
+
+    __slots__ = ("length", "padded", "position_ids", "attention_mask", "boundaries", "checksum", "verified")
+
+    def __init__(self, length, padded, position_ids, attention_mask, boundaries, checksum):
+        self.length, self.padded = length, padded
+        self.position_ids, self.attention_mask, self.boundaries = position_ids, attention_mask, boundaries
+        self.checksum, self.verified = checksum, False
+
+    @property
+    def padding(self) -> int:
+        return self.padded - self.length
+
+    @property
+    def padding_mask(self):
+        """`attention_mask`, or one of ones when there is padding of ours to hide, else `None`. `(B, padded)`."""
+        if self.attention_mask is not None or not self.padding:
+            return self.attention_mask
+        batch_size = self.position_ids.shape[-2]
+        mask = torch.ones(batch_size, self.padded, dtype=torch.long, device=self.position_ids.device)
+        mask[:, self.length :] = 0
+        return mask
+
+    @property
+    def rotary_position_ids(self):
+        """`position_ids` with the padding repeating the last real position, so that their maximum is the row's own."""
+        if not self.padding:
+            return self.position_ids
+        last = self.position_ids[..., self.length - 1 : self.length]
+        return torch.cat([self.position_ids[..., : self.length], last.expand(*last.shape[:-1], self.padding)], dim=-1)
+
+    def to(self, *args, **kwargs):
+        """A copy with its tensors moved, as `torch.Tensor.to`; loops that move every value of a batch need it."""
+
+        def move(value):
+            if not torch.is_tensor(value) or value.is_floating_point():
+                return value
+            device = torch._C._nn._parse_to(*args, **kwargs)[0]
+            return value if device is None else value.to(device, non_blocking=kwargs.get("non_blocking", False))
+
+        moved = Row(
+            self.length,
+            self.padded,
+            move(self.position_ids),
+            move(self.attention_mask),
+            {name: move(value) for name, value in self.boundaries.items()},
+            move(self.checksum),
+        )
+        moved.verified = self.verified
+        return moved
+
+    def __repr__(self):
+        return f"Row(length={self.length}, padded={self.padded})"
+
+
+_current: ContextVar[Row | None] = ContextVar("ulysses_row", default=None)
+
+
+def current_row() -> Row | None:
+    """The row of the forward that is running, `None` outside of a sharded forward. Not valid in recomputation."""
+    return _current.get()
+
+
+@contextmanager
+def holding(row: Row | None):
+    """Make `row` the current row inside the `with` block."""
+    token = _current.set(row)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def hold(row: Row | None):
+    """Make `row` the current row until `release(token)`; for hooks, which cannot be a `with` block."""
+    return _current.set(row)
+
+
+def release(token) -> None:
+    _current.reset(token)

@@ -1,0 +1,183 @@
+"""Batch -> shard: pad, positions, shift_labels, boundaries, slice. Pure functions of (batch, rank, size).
+
+1. The row's length is that of `input_ids` (or `inputs_embeds`); it is padded on the right to a multiple of `size`.
+2. Labels are shifted on the full row, so that the target behind a cut is scored by the shard in front of it.
+3. Every tensor of shape `(B, S, ...)` is cut into contiguous shards along S; what has no dimension of length S is passed
+   on; anything else is an error by name. No list of known keys decides what is cut.
+4. The full row's facts ride along as a `Row` (row.py).
+
+Not covered, refused by name: images and audio, 4-D attention masks, decoder inputs, one label per row.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from .row import ROW_KEY, Row
+
+IGNORE_INDEX = -100
+BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_PADDING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
+_OTHER_MODALITIES = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values", "images", "videos")
+
+
+def shard_batch(batch: Mapping, rank: int, size: int, seq_length: int | None = None) -> Mapping:
+    """Cut a batch of full rows and return the part of sequence rank `rank` of `size`. No communication.
+
+    Args:
+        batch (`Mapping`): the full rows, as a stock collator makes them. Not modified.
+        rank (`int`): this rank within the sequence-parallel group.
+        size (`int`): number of ranks of the group.
+        seq_length (`int`, *optional*): the only row length allowed (`sp_seq_length_is_variable=False`).
+
+    Returns:
+        `Mapping` of the batch's own type: every per-token tensor as `(B, padded / size, ...)`, with `position_ids`,
+        `shift_labels` (when there are labels) and, when rows were padded here, `attention_mask` added; plus the `Row`
+        under `ROW_KEY`.
+
+    Raises:
+        ValueError: a tensor that cannot be cut, input of another modality, or a row of another length than `seq_length`.
+    """
+    tokens = _tokens(batch)
+    batch_size, length = tokens.shape[:2]
+    if seq_length is not None and length != seq_length:
+        raise ValueError(
+            f"sp_seq_length={seq_length} with sp_seq_length_is_variable=False, but this row has {length} tokens. "
+            "Pad the rows to that length in the collator or set sp_seq_length_is_variable=True."
+        )
+    _refuse(batch, length)
+    padding = -length % size
+    part_length = (length + padding) // size
+
+    full = {key: value for key, value in batch.items() if key not in BOUNDARY_KEYS}
+    attention_mask = full.get("attention_mask")
+    labels = full.get("labels")
+    if labels is not None and full.get("shift_labels") is None:
+        full["shift_labels"] = torch.nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
+    if full.get("position_ids") is None:
+        full["position_ids"] = torch.arange(length, device=tokens.device).expand(batch_size, length)
+    if padding and attention_mask is None:
+        # Consumers that count tokens (metrics, router statistics) must not count our padding. The mask builders do
+        # not see this one: they get the row's, where `None` still means "documents are told by position_ids".
+        full["attention_mask"] = torch.ones(batch_size, length, dtype=torch.long, device=tokens.device)
+
+    position_ids = _pad_positions(full.pop("position_ids"), padding)
+    if position_ids.shape[-2] != batch_size:
+        position_ids = position_ids.expand(*position_ids.shape[:-2], batch_size, -1)
+    row = Row(
+        length=length,
+        padded=length + padding,
+        position_ids=position_ids,
+        attention_mask=None if attention_mask is None else _pad(attention_mask, padding, 0),
+        boundaries=_boundaries(batch, length, padding),
+        checksum=_checksum(tokens),
+    )
+
+    mine = slice(rank * part_length, (rank + 1) * part_length)
+    part = {"position_ids": position_ids[..., mine].contiguous()}
+    for key, value in full.items():
+        if torch.is_tensor(value) and value.dim() >= 2 and value.shape[:2] == (batch_size, length):
+            value = _pad(value, padding, _PADDING.get(key, 0))[:, mine].contiguous()
+        elif torch.is_tensor(value) and length in value.shape and tuple(value.shape) != (batch_size,):
+            raise ValueError(
+                f"Batch entry {key!r} of shape {tuple(value.shape)} has a dimension as long as the row ({length}) but is "
+                f"not of shape ({batch_size}, {length}, ...), so it cannot be cut over {size} sequence ranks. "
+                "Reshape it to (batch, sequence, ...) in the collator, or drop it."
+            )
+        part[key] = value
+    part[ROW_KEY] = row
+    return part if type(batch) is dict else type(batch)(part)
+
+
+def is_sharded(batch) -> bool:
+    """Whether `batch` is the result of `shard_batch`."""
+    return isinstance(batch, Mapping) and isinstance(batch.get(ROW_KEY), Row)
+
+
+def _tokens(batch):
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"Sequence parallelism shards batches that are mappings of tensors, not {type(batch).__name__}. "
+            "Return a dict from the collator."
+        )
+    for key in ("input_ids", "inputs_embeds"):
+        if torch.is_tensor(batch.get(key)) and batch[key].dim() >= 2:
+            return batch[key]
+    raise ValueError(
+        f"Sequence parallelism found neither `input_ids` nor `inputs_embeds` of shape (batch, sequence) in a batch with "
+        f"the keys {sorted(map(str, batch))}. Trainers that build their model inputs from other keys (preference, "
+        "reward, online RL) are not supported: train without sequence parallelism."
+    )
+
+
+def _refuse(batch, length):
+    for key, value in batch.items():
+        if value is None:
+            continue
+        if str(key).startswith(_OTHER_MODALITIES):
+            raise ValueError(
+                f"Batch entry {key!r} holds images or audio: their tokens cannot be cut along the sequence yet. "
+                "Train on text only, or without sequence parallelism."
+            )
+        if str(key).startswith("decoder_"):
+            raise ValueError(
+                f"Batch entry {key!r} belongs to an encoder-decoder model, which sequence parallelism does not support."
+            )
+    attention_mask = batch.get("attention_mask")
+    if torch.is_tensor(attention_mask) and attention_mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)}: sequence parallelism needs the 2-D padding mask "
+            "(batch, sequence); the model builds the rest from it. Use position_ids that restart for packed documents."
+        )
+    labels = batch.get("labels")
+    if torch.is_tensor(labels) and (labels.dim() < 2 or labels.shape[1] != length):
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} are not one per token of a row of {length} tokens. Losses that need "
+            "the whole row (sequence classification, reward models) are not supported with sequence parallelism."
+        )
+
+
+def _pad(tensor, padding, value, dim=1):
+    if not padding:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = padding
+    return torch.cat([tensor, tensor.new_full(shape, value)], dim=dim)
+
+
+def _pad_positions(position_ids, padding):
+    """Number the padding on; behind packed documents restart at zero: one dummy document, which no other one sees."""
+    if not padding:
+        return position_ids
+    count = torch.arange(padding, device=position_ids.device, dtype=position_ids.dtype)
+    tail = position_ids[..., -1:] + 1 + count
+    if position_ids.dim() == 2 and position_ids.shape[1] > 1:
+        packed = (position_ids.diff(dim=-1) != 1).any(dim=-1, keepdim=True)
+        tail = torch.where(packed, count, tail)
+    return torch.cat([position_ids, tail], dim=-1)
+
+
+def _boundaries(batch, length, padding):
+    """The full row's `cu_seq_lens_*` and `max_length_*`, with the padding as one more document."""
+    given = {key: batch[key] for key in BOUNDARY_KEYS if batch.get(key) is not None}
+    if not padding:
+        return given
+    for key, value in given.items():
+        if key.startswith("cu_seq_lens"):
+            given[key] = torch.cat([value, value.new_full((1,), length + padding)])
+        else:
+            given[key] = value.clamp(min=padding) if torch.is_tensor(value) else max(value, padding)
+    return given
+
+
+def _checksum(tokens):
+    """Shape and content of a batch as three integers, `(3,)` int64; integer arithmetic, so equal on every device."""
+    if tokens.is_floating_point():
+        width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tokens.element_size()]
+        flat = tokens.detach().contiguous().view(width).reshape(-1).long()
+    else:
+        flat = tokens.reshape(-1).long()
+    # Weights that do not repeat within 65521 tokens: swapping two tokens changes the sum.
+    weights = torch.arange(flat.numel(), device=flat.device) % 65521 + 1
+    shape = torch.tensor(tokens.shape[:2], device=flat.device)
+    return torch.cat([shape, (flat * weights).sum(dim=0, keepdim=True)])

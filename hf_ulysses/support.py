@@ -1,0 +1,38 @@
+"""What cannot be exact and is therefore refused, with the reason and the way out. Structural where possible."""
+
+
+def check_model(model, sp_size: int) -> None:
+    """Refuse a model that cannot be trained exactly over `sp_size` sequence ranks. Raises `ValueError`; no communication."""
+    name = type(model).__name__
+    config = getattr(model, "config", None)
+    if config is None:
+        return
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{name} is an encoder-decoder model: sequence parallelism supports decoder-only models. Train it without."
+        )
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    num_heads = getattr(text_config, "num_attention_heads", None)
+    if isinstance(num_heads, int) and sp_size > num_heads:
+        raise ValueError(
+            f"sp_size={sp_size} exceeds num_attention_heads={num_heads} ({name}): some ranks would have no head to "
+            f"compute. Choose sp_size from 1 to {num_heads} "
+            f"(even loads: {[n for n in range(1, num_heads + 1) if num_heads % n == 0]})."
+        )
+    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{name} was loaded with a device_map over {sorted(devices)}: one rank must hold its layers on one device. "
+            "Load it without device_map; ZeRO-3 or FSDP2 shard the parameters."
+        )
+    if getattr(text_config, "_attn_implementation", None) == "ulysses":
+        raise ValueError(
+            f"{name} is already split along the sequence by DeepSpeed's UlyssesSPAttentionHF. Use one of the two: do "
+            "not call UlyssesSPAttentionHF.register_with_transformers with hf_ulysses."
+        )
+    for adapter, peft_config in (getattr(model, "peft_config", None) or {}).items():
+        if getattr(peft_config, "is_prompt_learning", False):
+            raise ValueError(
+                f"PEFT adapter {adapter!r} ({type(peft_config).__name__}) puts virtual tokens in front of every row, "
+                "which would land in front of every shard. Use LoRA, or train without sequence parallelism."
+            )
