@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# Makes or reuses the pinned environment in .venv (with --floor: the oldest tested versions, in .venv-floor).
+#
+#   bash scripts/environment.sh [--floor]      make it
+#   source scripts/environment.sh [--floor]    make it, then use it in this shell (as test.sh and quickstart.sh do)
+#
+# 1. Look for Python >= 3.11 with venv and headers and for a C++ compiler (DeepSpeed compiles a small operator);
+#    if something is missing, say which `apt-get install` brings it and stop.
+# 2. Nothing to do when the stamp in the environment still matches the constraints, pyproject.toml and this file.
+# 3. torch first: the CUDA build when there is an NVIDIA GPU, else the CPU build. Then the rest, then this package.
+#
+# PYTHON=python3.12 chooses the interpreter, TORCH_INDEX_URL=https://... another index for torch (older CUDA drivers).
+
+_environment() {
+    local root venv constraints python stamp gpu=cpu
+    root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+    case "${1-}" in
+        "") venv="$root/.venv" constraints="$root/constraints/test.txt" ;;
+        --floor) venv="$root/.venv-floor" constraints="$root/constraints/floor.txt" ;;
+        *) echo "environment.sh: unknown argument $1 (only --floor)" >&2; return 2 ;;
+    esac
+    nvidia-smi -L 2>/dev/null | grep -q GPU && gpu=cuda
+
+    python="$(_find_python)" || return 1
+    stamp="$(cat "$constraints" "$root/pyproject.toml" "${BASH_SOURCE[0]}" <(echo "$gpu $python ${TORCH_INDEX_URL-}") | sha256sum)"
+    if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$stamp" ]; then
+        _check_tools "$python" || return 1
+        echo "Making ${venv#"$root"/} with the versions in ${constraints#"$root"/} (some minutes the first time)"
+        rm -f "$venv/.stamp"
+        "$python" -m venv --clear "$venv" || return 1
+        local pip=("$venv/bin/python" -m pip install -qq --disable-pip-version-check)
+        "${pip[@]}" --upgrade "pip>=24" || return 1
+        _install_torch || return 1
+        echo "Installing accelerate, transformers, trl, deepspeed ..."
+        "${pip[@]}" -c "$constraints" -e "$root[deepspeed,trl,test]" || return 1
+        _check_torch || return 1
+        echo "$stamp" >"$venv/.stamp"
+    fi
+    # Two DeepSpeed versions must not share a cache of compiled operators.
+    export TORCH_EXTENSIONS_DIR="$venv/torch_extensions"
+    source "$venv/bin/activate"
+}
+
+_find_python() {
+    local name
+    for name in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+    done
+    echo "hf_ulysses needs Python >= 3.11 (looked for: ${PYTHON:-python3 python3.13 python3.12 python3.11})." >&2
+    echo "    sudo apt-get install python3.11 python3.11-venv python3.11-dev" >&2
+    return 1
+}
+
+_check_tools() {
+    local python="$1" version missing=()
+    # Debian names its packages python3-venv for the system's Python and python3.12-venv for any other.
+    version="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+    [ "$(readlink -f "$(command -v python3)")" = "$(readlink -f "$python")" ] && version=3
+    "$python" -c 'import venv, ensurepip' 2>/dev/null || missing+=("python$version-venv")
+    "$python" -c 'import os, sysconfig as s, sys; sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' ||
+        missing+=("python$version-dev")
+    command -v c++ >/dev/null || command -v g++ >/dev/null || missing+=("g++")
+    if [ ${#missing[@]} -gt 0 ]; then
+        echo "Missing on this machine: ${missing[*]}" >&2
+        echo "    sudo apt-get install ${missing[*]}" >&2
+        return 1
+    fi
+}
+
+# The default index serves the CUDA build for x86-64 Linux. pip can resolve without downloading (--dry-run --report), so
+# we see what the configured index would bring before taking it. torch's own dependencies come with the next step.
+_install_torch() {
+    local torch index=()
+    torch="$(grep '^torch==' "$constraints")"
+    if [ -n "${TORCH_INDEX_URL-}" ]; then
+        index=(--index-url "$TORCH_INDEX_URL")
+    elif [ "$gpu" = cpu ] && _would_bring_cuda "$torch"; then
+        index=(--index-url https://download.pytorch.org/whl/cpu)
+    fi
+    echo "Installing $torch for $gpu${index[1]+ from ${index[1]}} ..."
+    "${pip[@]}" --no-deps --retries 1 --timeout 15 "${index[@]}" "$torch" && return
+    echo "Could not install $torch. Where ${index[1]-the package index} is not reachable, set TORCH_INDEX_URL to a mirror" >&2
+    echo "(https://pypi.org/simple has it too, but with CUDA: 3 GB that a machine without a GPU does not need)." >&2
+    return 1
+}
+
+_would_bring_cuda() {
+    "${pip[@]}" --dry-run --no-deps --ignore-installed --report - "$1" | "$venv/bin/python" -c '
+import json, re, sys
+needs = json.load(sys.stdin)["install"][0]["metadata"].get("requires_dist", [])
+sys.exit(not any(re.match("(cuda|nvidia)-", need) for need in needs))' 2>/dev/null
+}
+
+_check_torch() {
+    [ "$gpu" = cpu ] || "$venv/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' && return
+    echo "nvidia-smi shows a GPU, but the installed torch cannot use it: the driver is older than torch's CUDA." >&2
+    echo "Update the driver or choose another build, e.g. TORCH_INDEX_URL=https://download.pytorch.org/whl/cu126" >&2
+    return 1
+}
+
+_environment "$@"
