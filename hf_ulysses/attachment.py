@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from . import support
 from .attention import exchanging
-from .gather import gather_sequence
+from .gather import all_gather_single, gather_sequence
 from .loss import reduce_loss
 from .masks import BUILDERS, for_full_row
 from .patching import Names
@@ -83,7 +83,7 @@ class Attachment:
         """
         part = shard_batch(batch, self.rank, self.size, self.seq_length)
         self._verify(part[ROW_KEY])
-        if hasattr(getattr(self._model(), "config", None), "use_cache"):
+        if "use_cache" in inspect.signature(type(self._model()).forward).parameters:
             part["use_cache"] = False
         return part
 
@@ -176,7 +176,7 @@ class Attachment:
         if self._verifications % _VERIFY_EVERY != 1:
             return
         checksums = row.checksum.new_empty(self.size * 3)
-        dist.all_gather_into_tensor(checksums, row.checksum.contiguous(), group=self.group)
+        all_gather_single(checksums, row.checksum.contiguous(), group=self.group)
         checksums = checksums.view(self.size, 3).tolist()
         if any(checksum != checksums[0] for checksum in checksums):
             raise ValueError(
@@ -185,6 +185,12 @@ class Attachment:
                 "data-parallel ranks only, seed shuffling and random collators alike, and check that `group` is not "
                 "the data-parallel group."
             )
+
+
+def detach_all() -> None:
+    """Detach every attached model of the process."""
+    for attachment in set(_attachments.values()):
+        attachment.detach()
 
 
 def attach(model, group=None, *, seq_length=None, require_shards=False) -> Attachment:

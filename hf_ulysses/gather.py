@@ -4,6 +4,10 @@ import torch
 import torch.distributed as dist
 
 
+# torch 2.13 renamed it, with a warning; older ones know the old name only.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 def gather_sequence(tensor, group, dim: int = 1, length: int | None = None):
     """Concatenate every rank's `tensor` along `dim`, in rank order. Differentiable; collective over `group`.
 
@@ -29,9 +33,9 @@ class _Gather(torch.autograd.Function):
         full = part.new_empty(size * part.shape[0], *part.shape[1:])
         if part.dtype == torch.bool:
             # Not every backend carries booleans.
-            dist.all_gather_into_tensor(full.view(torch.uint8), part.view(torch.uint8), group=group)
+            all_gather_single(full.view(torch.uint8), part.view(torch.uint8), group=group)
         else:
-            dist.all_gather_into_tensor(full, part, group=group)
+            all_gather_single(full, part, group=group)
         return full.movedim(0, dim)
 
     @staticmethod

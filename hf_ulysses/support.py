@@ -36,3 +36,35 @@ def check_model(model, sp_size: int) -> None:
                 f"PEFT adapter {adapter!r} ({type(peft_config).__name__}) puts virtual tokens in front of every row, "
                 "which would land in front of every shard. Use LoRA, or train without sequence parallelism."
             )
+
+
+# TRL trainers whose loss needs whole rows, or that build their model inputs from other keys. By name, because their
+# batches are only known when training starts; whatever is not here meets the start-up check and `shard`'s refusals.
+_TRL_TRAINERS = ("SFTTrainer",)
+
+
+def check_trainer(trainer) -> None:
+    """Refuse a trainer whose loss cannot be computed from shards. Raises `ValueError`; no communication."""
+    for cls in type(trainer).__mro__:
+        package = cls.__module__.partition(".")[0]
+        if package == "trl" and cls.__name__.endswith("Trainer") and not cls.__name__.startswith("_"):
+            if cls.__name__ not in _TRL_TRAINERS:
+                raise ValueError(
+                    f"{cls.__name__} is not supported with sequence parallelism: its loss needs whole rows. Supported of "
+                    f"TRL: {list(_TRL_TRAINERS)}. Set sp_size=1, or remove the parallelism config."
+                )
+        if cls.__name__ == "Seq2SeqTrainer" and package == "transformers":
+            raise ValueError(
+                "Seq2SeqTrainer is not supported with sequence parallelism: it generates from whole rows in evaluation."
+            )
+    if getattr(trainer.args, "neftune_noise_alpha", None):
+        raise ValueError(
+            f"neftune_noise_alpha={trainer.args.neftune_noise_alpha} is not supported with sequence parallelism: the "
+            "noise is scaled with the row's length, and a shard would scale it with its own. Set it to None."
+        )
+    if getattr(trainer, "label_smoother", None) is not None or getattr(trainer, "compute_loss_func", None) is not None:
+        option = "compute_loss_func" if trainer.compute_loss_func is not None else "label_smoothing_factor"
+        raise ValueError(
+            f"{option} is not supported with sequence parallelism: it shifts the labels of each shard by itself and "
+            "loses the target behind each cut. Unset it, or train without sequence parallelism."
+        )

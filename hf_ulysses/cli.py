@@ -1,0 +1,62 @@
+"""python -m hf_ulysses [--sp-size N] [--sp-backend B] SCRIPT ARGS | -m MODULE ARGS: run a program with the plugin on."""
+
+import argparse
+import os
+import runpy
+import sys
+
+_DESCRIPTION = """\
+Run an unmodified training program with hf_ulysses on.
+
+  accelerate launch --config_file configs/zero3.yaml -m hf_ulysses train.py ARGS
+  accelerate launch --config_file configs/zero3.yaml -m hf_ulysses -m trl.scripts.sft ARGS
+  torchrun --nproc-per-node 4 -m hf_ulysses --sp-size 4 --sp-backend torch train.py ARGS
+
+What to do comes from the program's own ParallelismConfig, from the `parallelism_config:` block of the Accelerate YAML,
+or from the two options below. Options of the program go after its name."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hf_ulysses", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sp-size", type=int, metavar="N", help="ranks that share a row (overrides the environment)")
+    parser.add_argument(
+        "--sp-backend", choices=["deepspeed", "torch"], help='"deepspeed" under DeepSpeed, "torch" under FSDP2 and DDP'
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as in python -m")
+    parser.add_argument("program", metavar="PROGRAM", help="script or module to run")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="the program's own arguments")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = _parser().parse_args(argv)
+    if options.sp_size is not None:
+        _export(options.sp_size)
+    if options.sp_backend is not None:
+        os.environ["PARALLELISM_CONFIG_SP_BACKEND"] = options.sp_backend
+    # Long rows fragment the allocator; a user's own setting stays.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+    from .door import enable
+
+    enable()
+    if options.module:
+        sys.argv = [options.program, *options.args]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(options.program, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [options.program, *options.args]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(options.program)))
+        runpy.run_path(options.program, run_name="__main__")
+
+
+def _export(sp_size: int) -> None:
+    """Configure the environment as `accelerate launch` would: the ranks that are not for sp are data-parallel."""
+    os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    os.environ["PARALLELISM_CONFIG_SP_SIZE"] = str(sp_size)
+    dp = [f"PARALLELISM_CONFIG_DP_{name}_SIZE" for name in ("REPLICATE", "SHARD")]
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if all(int(os.environ.get(name, "1")) == 1 for name in dp) and world_size % sp_size == 0:
+        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(world_size // sp_size)

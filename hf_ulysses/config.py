@@ -1,0 +1,205 @@
+"""The configurations: accelerate's own `ParallelismConfig`, plus what it refuses or does not say.
+
+    ParallelismConfig        what a user writes: accelerate's class, `sp_backend` "deepspeed" or "torch"
+    SequenceParallelConfig   its `sp_handler`: accelerate's class, every attention implementation, the start-up check
+    StateView                what an Accelerator holds while sequence parallelism is on: true in every size and name, but
+                             `sp_enabled` is False, so that no sequence-parallel branch of Accelerate, Trainer or TRL
+                             recognises it - they ask nothing else - and hf_ulysses does the work alone
+
+Pickled, all of them are accelerate's own classes: a saved training_args.bin loads without hf_ulysses.
+"""
+
+import copyreg
+import os
+from dataclasses import dataclass, field
+
+from accelerate.parallelism_config import ParallelismConfig as _AccelerateConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig, DistributedType
+
+BACKENDS = ("deepspeed", "torch")
+_ATTENTION_VARIABLE = "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"
+_SWITCH_VARIABLE = "ACCELERATE_USE_PARALLELISM_CONFIG"
+_SIZE_VARIABLE = "PARALLELISM_CONFIG_SP_SIZE"
+
+
+class _PicklesAsUpstream:
+    """Mixin: pickle as accelerate's class, copy as our own."""
+
+    _upstream: type
+
+    def __reduce_ex__(self, protocol):
+        state = {k: v for k, v in vars(self).items() if k not in ("device_mesh", "explicit_attention")}
+        return copyreg.__newobj__, (self._upstream,), state
+
+    def __deepcopy__(self, memo):
+        copy = object.__new__(type(self))
+        copy.__dict__.update(vars(self))
+        return copy
+
+
+@dataclass
+class SequenceParallelConfig(_PicklesAsUpstream, DeepSpeedSequenceParallelConfig):
+    """accelerate's `DeepSpeedSequenceParallelConfig` with two differences.
+
+    Args:
+        sp_seq_length (`int`, *optional*): the only row length, with `sp_seq_length_is_variable=False`.
+        sp_seq_length_is_variable (`bool`, *optional*): whether rows may have any length; the default.
+        sp_attn_implementation (`str`, *optional*): sets the model's attention implementation; any that the model has,
+            "eager" and "flex_attention" too. `None` keeps what the model was loaded with; so does "sdpa" from the
+            environment, which `accelerate launch` always exports.
+        startup_check (`bool`, *optional*, defaults to `True`): compare a short row, sharded and whole, before the
+            first training step. The environment variable `HF_ULYSSES_STARTUP_CHECK=0` switches it off too.
+    """
+
+    startup_check: bool = field(default=True)
+    _upstream = DeepSpeedSequenceParallelConfig
+
+    def __post_init__(self):
+        given = self.sp_attn_implementation
+        from_environment = os.environ.get(_ATTENTION_VARIABLE)
+        # accelerate's check knows three names; the model itself refuses what it does not have.
+        self.sp_attn_implementation = "sdpa"
+        super().__post_init__()
+        self.sp_attn_implementation = given if given is not None else from_environment
+        self.explicit_attention = given is not None
+
+
+class ParallelismConfig(_PicklesAsUpstream, _AccelerateConfig):
+    """accelerate's `ParallelismConfig` with `sp_backend` "deepspeed" (under DeepSpeed) or "torch" (any engine).
+
+    Raises:
+        ValueError: an unknown backend, or `tp_size` / `cp_size` greater than one together with `sp_size`.
+    """
+
+    _upstream = _AccelerateConfig
+
+    def __post_init__(self):
+        backend = self.sp_backend or os.environ.get("PARALLELISM_CONFIG_SP_BACKEND", "deepspeed")
+        if backend not in BACKENDS:
+            raise ValueError(f"sp_backend must be one of {list(BACKENDS)}, but got {backend!r}.")
+        sp_size = self.sp_size if self.sp_size is not None else int(os.environ.get(_SIZE_VARIABLE, "1"))
+        if sp_size > 1 and self.sp_handler is None:
+            self.sp_handler = SequenceParallelConfig()
+        # accelerate accepts one name only; lend it for its other checks.
+        self.sp_backend = "deepspeed"
+        super().__post_init__()
+        self.sp_backend = backend
+        for name in ("tp_size", "cp_size"):
+            if self.sp_size > 1 and getattr(self, name) > 1:
+                raise ValueError(
+                    f"sp_size={self.sp_size} together with {name}={getattr(self, name)} is not supported: sequence "
+                    f"parallelism combines with data parallelism only. Set {name}=1."
+                )
+
+    @property
+    def startup_check(self) -> bool:
+        asked = getattr(self.sp_handler, "startup_check", True)
+        return asked and os.environ.get("HF_ULYSSES_STARTUP_CHECK", "1").lower() not in ("0", "false", "no")
+
+    @property
+    def attention_to_set(self) -> str | None:
+        """The attention implementation that the user asked for, `None` to keep the model's."""
+        value = getattr(self.sp_handler, "sp_attn_implementation", None)
+        if getattr(self.sp_handler, "explicit_attention", False):
+            return value
+        return None if value == os.environ.get(_ATTENTION_VARIABLE) == "sdpa" else value
+
+    @property
+    def seq_length(self) -> int | None:
+        """The only row length allowed, `None` for any."""
+        handler = self.sp_handler
+        return None if handler is None or handler.sp_seq_length_is_variable else handler.sp_seq_length
+
+
+class StateView(ParallelismConfig):
+    """The configuration as an `Accelerator` holds it while sequence parallelism is on. See the module's docstring."""
+
+    @classmethod
+    def of(cls, config: _AccelerateConfig) -> "StateView":
+        names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size", "sp_backend")
+        names += ("tp_handler", "cp_handler", "sp_handler")
+        return cls(**{name: getattr(config, name) for name in names})
+
+    @property
+    def sp_enabled(self):
+        return False
+
+    @property
+    def non_dp_dim_names(self):
+        return [*super().non_dp_dim_names, "sp"]
+
+    # FSDP2 shards parameters over all ranks that work on different tokens: data shards and sequence shards.
+    @property
+    def dp_shard_cp_dim_names(self):
+        return [*super().dp_shard_cp_dim_names, "sp"]
+
+    @property
+    def dp_cp_dim_names(self):
+        return [*super().dp_cp_dim_names, "sp"]
+
+    @property
+    def non_data_parallel_size(self):
+        return self.tp_size * self.cp_size
+
+    def build_device_mesh(self, device_type: str):
+        # accelerate leaves the mesh of its own backend to DeepSpeed; ours exists on every engine.
+        backend, self.sp_backend = self.sp_backend, "torch"
+        try:
+            return super().build_device_mesh(device_type)
+        finally:
+            self.sp_backend = backend
+
+    def _validate_accelerator(self, accelerator):
+        sizes = f"dp_replicate_size={self.dp_replicate_size} x dp_shard_size={self.dp_shard_size} x sp_size={self.sp_size}"
+        total, ranks = self.dp_replicate_size * self.dp_shard_size * self.sp_size, accelerator.num_processes
+        if total != ranks:
+            raise ValueError(f"{sizes} = {total}, but there are {ranks} processes. {self._proposal(ranks)}")
+        engine = accelerator.distributed_type
+        torch_engines = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP)
+        if engine == DistributedType.DEEPSPEED:
+            return
+        if engine not in torch_engines:
+            raise ValueError(f"Sequence parallelism runs under DeepSpeed, FSDP2 and DDP, not under {engine}.")
+        if self.sp_backend == "deepspeed":
+            name = "FSDP" if engine == DistributedType.FSDP else "DDP"
+            raise ValueError(
+                f"sp_backend='deepspeed' was asked for, but the engine is {name}: DeepSpeed is not configured. Use "
+                "sp_backend='torch' for DDP and FSDP2, or configure DeepSpeed (an Accelerate YAML with "
+                "`distributed_type: DEEPSPEED`, or TrainingArguments(deepspeed=...))."
+            )
+        if engine == DistributedType.FSDP and not accelerator.is_fsdp2:
+            raise ValueError("Sequence parallelism needs FSDP2: set `fsdp_version: 2`.")
+
+    def _proposal(self, ranks: int) -> str:
+        if ranks % self.sp_size:
+            sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
+            return f"sp_size must divide the number of processes: choose it from {sizes}, or launch a multiple of {self.sp_size}."
+        groups = ranks // self.sp_size
+        replicate = self.dp_replicate_size if groups % self.dp_replicate_size == 0 else 1
+        return (
+            f"With sp_size={self.sp_size} on {ranks} processes, set dp_replicate_size={replicate} and "
+            f"dp_shard_size={groups // replicate}."
+        )
+
+
+def requested(config: _AccelerateConfig | None) -> StateView | None:
+    """The view of the configuration that an `Accelerator` was asked for, `None` without sequence parallelism.
+
+    Args:
+        config (`ParallelismConfig`, *optional*): the constructor's argument; `None` reads the environment.
+
+    Raises:
+        ValueError: a configuration that contradicts itself, or an environment that asks for sequence parallelism
+            without switching it on.
+    """
+    if config is None:
+        sp_size = int(os.environ.get(_SIZE_VARIABLE, "1"))
+        if sp_size <= 1:
+            return None
+        if os.environ.get(_SWITCH_VARIABLE, "false").lower() != "true":
+            raise ValueError(
+                f"{_SIZE_VARIABLE}={sp_size} is set, but {_SWITCH_VARIABLE}=true is not, so accelerate ignores it and "
+                f"every process would train on whole rows. Set {_SWITCH_VARIABLE}=true, or unset {_SIZE_VARIABLE}."
+            )
+        config = ParallelismConfig()
+    return StateView.of(config) if config.sp_size > 1 else None

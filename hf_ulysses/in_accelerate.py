@@ -1,0 +1,312 @@
+"""Wrappers around Accelerate: one process mesh, loaders split over data-parallel ranks, models attached in `prepare`.
+
+Each function takes the original and returns its replacement; `patches.py` says where they go and why. An `Accelerator`
+with sequence parallelism carries its `StateView` as `_ulysses`; all others are passed straight through.
+"""
+
+import functools
+import inspect
+import sys
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+
+import torch
+
+from .attachment import Attachment, attach, attachment_of
+from .row import Row
+from .sharding import shard_batch
+
+# The accelerator whose `prepare_data_loader` runs: the function it calls gets no reference to it.
+_preparing: ContextVar = ContextVar("ulysses_preparing", default=None)
+# Whether whole rows are gathered (evaluation), so that one copy per sequence-parallel group counts.
+_gathering_rows: ContextVar[bool] = ContextVar("ulysses_gathering_rows", default=False)
+
+
+def view_of(accelerator):
+    """The `StateView` of an accelerator with sequence parallelism, `None` of any other."""
+    return getattr(accelerator, "_ulysses", None)
+
+
+def sp_group(accelerator):
+    return accelerator.torch_device_mesh["sp"].get_group()
+
+
+@contextmanager
+def gathering_rows():
+    """Inside, `gather_for_metrics` takes one copy of each row, not one per rank that worked on it."""
+    token = _gathering_rows.set(True)
+    try:
+        yield
+    finally:
+        _gathering_rows.reset(token)
+
+
+def attach_model(accelerator, model) -> Attachment:
+    """Attach `model`, or return the attachment of it or of what it wraps."""
+    for module in model.modules():
+        if attachment_of(module) is not None:
+            return attachment_of(module)
+    view = view_of(accelerator)
+    if view.attention_to_set is not None and hasattr(model, "set_attn_implementation"):
+        model.set_attn_implementation(view.attention_to_set)
+    attachment = attach(model, sp_group(accelerator), seq_length=view.seq_length, require_shards=True)
+    _say_once(accelerator, model)
+    return attachment
+
+
+def _say_once(accelerator, model):
+    view = view_of(accelerator)
+    if getattr(view, "_said", False) or not accelerator.is_main_process:
+        return
+    view._said = True
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    print(
+        f"hf_ulysses: sequence parallelism on | dp_replicate {view.dp_replicate_size} x dp_shard {view.dp_shard_size} x "
+        f"sp {view.sp_size} = {accelerator.num_processes} ranks | {engine_name(accelerator)} | attention {attention} | "
+        f"rows padded to a multiple of {view.sp_size}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def engine_name(accelerator) -> str:
+    if accelerator.distributed_type == "DEEPSPEED":
+        return f"DeepSpeed ZeRO-{_zero(accelerator).get('stage', 0)}"
+    return "FSDP2" if accelerator.distributed_type == "FSDP" else "DDP"
+
+
+def _zero(accelerator) -> dict:
+    return accelerator.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
+
+
+# -- DeepSpeed's configuration --------------------------------------------------------------------------------------------
+
+
+def check_deepspeed_config(accelerator) -> None:
+    """Refuse what DeepSpeed would ignore or do twice; honour a documented key that is dead without an `mpu`."""
+    config = accelerator.deepspeed_plugin.deepspeed_config
+    for key in ("sequence_parallel", "sequence_parallel_size"):
+        if config.get(key):
+            raise ValueError(
+                f"The DeepSpeed configuration holds {key!r}: {config[key]!r}, DeepSpeed's own sequence parallelism. "
+                "Remove it: sp_size in the parallelism config is all that hf_ulysses needs."
+            )
+    offload = (_zero(accelerator).get("offload_param") or {}).get("device", "none")
+    if _zero(accelerator).get("stage", 0) != 3 and offload != "none":
+        raise ValueError(
+            f"offload_param to {offload!r} needs ZeRO-3; at stage {_zero(accelerator).get('stage', 0)} DeepSpeed ignores "
+            "it silently. Set zero_stage 3, or remove offload_param (offload_param_device: none)."
+        )
+    if (dtype := config.get("seq_parallel_communication_data_type")) is not None:
+        config.setdefault("communication_data_type", dtype)
+
+
+def _drop_batch_size(accelerator) -> None:
+    # Rows per step are micro * accumulation * dp here, but DeepSpeed asserts micro * accumulation * world, and derives
+    # it when it is not given. Nothing that is computed depends on it.
+    accelerator.deepspeed_plugin.deepspeed_config.pop("train_batch_size", None)
+
+
+# -- wrappers -------------------------------------------------------------------------------------------------------------
+
+
+def wrap_init(original):
+    from .config import StateView, requested
+
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        bound = signature.bind(self, *args, **kwargs)
+        view = requested(bound.arguments.get("parallelism_config"))
+        if view is not None:
+            bound.arguments["parallelism_config"] = view
+        original(*bound.args, **bound.kwargs)
+        if view is not None and self.state.parallelism_config is not view:
+            # The state is shared by all accelerators of a process, and the first one has filled it.
+            self.state.parallelism_config = view
+            self.state.device_mesh = view.get_device_mesh(self.device.type)
+            view._validate_accelerator(self)
+        held = self.state.parallelism_config
+        self._ulysses = held if isinstance(held, StateView) else None
+        if self._ulysses is not None:
+            if self.split_batches or self.dispatch_batches:
+                option = "split_batches" if self.split_batches else "dispatch_batches"
+                raise ValueError(
+                    f"{option}=True is not supported with sequence parallelism: every rank of a sequence-parallel group "
+                    f"reads its rows itself. Set {option}=False."
+                )
+            if self.distributed_type == "DEEPSPEED":
+                check_deepspeed_config(self)
+
+    return __init__
+
+
+def wrap_prepare(original):
+    @functools.wraps(original)
+    def prepare(self, *args, **kwargs):
+        if view_of(self) is None:
+            return original(self, *args, **kwargs)
+        models = [obj for obj in args if isinstance(obj, torch.nn.Module)]
+        attachments = [attach_model(self, model) for model in models]
+        deepspeed = self.distributed_type == "DEEPSPEED"
+        if deepspeed:
+            check_deepspeed_config(self)
+            _drop_batch_size(self)
+        with _hidden(self) if deepspeed else nullcontext():
+            result = original(self, *args, **kwargs)
+        if attachments:
+            for obj in result if isinstance(result, tuple) else (result,):
+                if isinstance(obj, torch.utils.data.DataLoader):
+                    yield_shards(obj, attachments[0])
+        return result
+
+    return prepare
+
+
+@contextmanager
+def _hidden(accelerator):
+    """`_prepare_deepspeed` reads `sp_size` rather than `sp_enabled`: without a configuration it does plain ZeRO."""
+    view, accelerator.state.parallelism_config = accelerator.state.parallelism_config, None
+    try:
+        yield
+    finally:
+        accelerator.state.parallelism_config = view
+
+
+class _ShardingCollate:
+    """A collate function followed by `shard_batch`; picklable, for worker processes."""
+
+    def __init__(self, collate, rank, size, seq_length):
+        self.collate, self.rank, self.size, self.seq_length = collate, rank, size, seq_length
+
+    def __call__(self, features):
+        return shard_batch(self.collate(features), self.rank, self.size, self.seq_length)
+
+
+def yield_shards(loader, attachment):
+    """Make a prepared loader yield this rank's parts. Composes the collate function, so that whatever builds another
+    loader from this one (`skip_first_batches`) shards too. Returns the loader."""
+    base = getattr(loader, "base_dataloader", loader)
+    if not isinstance(base.collate_fn, _ShardingCollate):
+        base.collate_fn = _ShardingCollate(base.collate_fn, attachment.rank, attachment.size, attachment.seq_length)
+    return loader
+
+
+def wrap_dl_adapter(original):
+    @functools.wraps(original)
+    def deepspeed_ulysses_dl_adapter(self, dl, model):
+        if view_of(self) is None:
+            return original(self, dl, model)
+        return yield_shards(dl, attach_model(self, model))
+
+    return deepspeed_ulysses_dl_adapter
+
+
+def wrap_prepare_data_loader_method(original):
+    @functools.wraps(original)
+    def prepare_data_loader(self, *args, **kwargs):
+        token = _preparing.set(self)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _preparing.reset(token)
+
+    return prepare_data_loader
+
+
+def wrap_prepare_data_loader_function(original):
+    @functools.wraps(original)
+    def prepare_data_loader(*args, **kwargs):
+        view = view_of(_preparing.get())
+        if view is not None:
+            kwargs["num_processes"] //= view.sp_size
+            kwargs["process_index"] //= view.sp_size
+            # With a mesh the function would count data-parallel ranks by itself, without knowing of "sp"; and an
+            # iterable dataset would be read by rank 0 and dispatched in as many slices as there are processes.
+            kwargs["torch_device_mesh"] = None
+            kwargs["dispatch_batches"] = False
+        return original(*args, **kwargs)
+
+    return prepare_data_loader
+
+
+def wrap_gather_for_metrics(original):
+    @functools.wraps(original)
+    def gather_for_metrics(self, input_data, *args, **kwargs):
+        view = view_of(self)
+        if view is None or not torch.is_tensor(input_data) or (input_data.dim() and not _gathering_rows.get()):
+            return original(self, input_data, *args, **kwargs)
+        gathered = self.gather(input_data)
+        remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
+        if input_data.dim() == 0:
+            # One number per rank: of an incomplete last batch, those of the ranks that worked on real rows.
+            return gathered[: remainder * view.sp_size] if remainder > 0 else gathered
+        rows = gathered.unflatten(0, (self.num_processes // view.sp_size, view.sp_size, -1))[:, 0].flatten(0, 1)
+        return rows[:remainder] if remainder > 0 else rows
+
+    return gather_for_metrics
+
+
+# -- deepspeed.utils.groups and torch.distributed.nn, which documented training loops call -------------------------------
+
+
+def _shared_sp_group():
+    from accelerate.state import AcceleratorState
+
+    from .config import StateView
+
+    state = AcceleratorState._shared_state
+    if isinstance(state.get("parallelism_config"), StateView):
+        return state["device_mesh"]["sp"].get_group()
+    return None
+
+
+def _answer(original, value_of_group):
+    @functools.wraps(original)
+    def getter():
+        # `None` too while the engine is built (`_hidden`): DeepSpeed itself must go on believing in plain ZeRO.
+        group = _shared_sp_group()
+        return original() if group is None else value_of_group(group)
+
+    return getter
+
+
+def wrap_group_getter(original):
+    return _answer(original, lambda group: group)
+
+
+def wrap_rank_getter(original):
+    return _answer(original, torch.distributed.get_rank)
+
+
+def wrap_world_size_getter(original):
+    return _answer(original, torch.distributed.get_world_size)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, group):
+        ctx.group = group
+        parts = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(parts, tensor.contiguous(), group=group)
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        total = torch.stack(grads)
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total[torch.distributed.get_rank(ctx.group)], None
+
+
+def wrap_all_gather(original):
+    @functools.wraps(original)
+    def all_gather(tensor, group=None):
+        if group is None or torch.distributed.get_backend(group) != "gloo":
+            return original(tensor) if group is None else original(tensor, group)
+        return _AllGather.apply(tensor, group)
+
+    return all_gather
+
+
+__all__ = ["Row", "attach_model", "gathering_rows", "view_of"]

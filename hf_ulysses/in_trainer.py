@@ -1,0 +1,192 @@
+"""Wrappers around the Transformers Trainer: shard in `_prepare_inputs`, count once, normalise, evaluate in shards.
+
+The Trainer counts the targets of a step on full rows, then `_prepare_inputs` shards; the model returns (sum over this
+shard's targets) / (targets of the step), and the Trainer multiplies by the number of processes, over which the engine
+averages. So training needs no other change. Where no count reaches the loss (it is a mean over the shard's targets),
+`reduce_loss` weights it; in evaluation the group's parts are added up, and logits, where asked for, gathered.
+"""
+
+import functools
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from . import support
+from .in_accelerate import attach_model, gathering_rows, view_of
+from .row import ROW_KEY
+from .sharding import is_sharded
+from .startup import check_first_step
+
+
+def view_of_trainer(trainer):
+    return view_of(getattr(trainer, "accelerator", None))
+
+
+def attachment_of_trainer(trainer):
+    return attach_model(trainer.accelerator, trainer.model)
+
+
+def wrap_init(original):
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        view = view_of_trainer(self)
+        if view is not None:
+            support.check_trainer(self)
+            support.check_model(self.model, view.sp_size)
+
+    return __init__
+
+
+def wrap_prepare_inputs(original):
+    @functools.wraps(original)
+    def _prepare_inputs(self, inputs):
+        inputs = original(self, inputs)
+        if view_of_trainer(self) is None or is_sharded(inputs):
+            return inputs
+        return attachment_of_trainer(self).shard(inputs)
+
+    return _prepare_inputs
+
+
+def wrap_count(original):
+    @functools.wraps(original)
+    def _get_num_items_in_batch(self, batch_samples, device):
+        count = original(self, batch_samples, device)
+        view = view_of_trainer(self)
+        if view is None or count is None:
+            return count
+        if not all(is_sharded(batch) for batch in batch_samples):
+            # Full rows, which every rank of a group has counted.
+            count = count / view.sp_size
+        # No target in the whole step: zero loss instead of 0 / 0.
+        return count.clamp(min=1) if torch.is_tensor(count) else max(count, 1)
+
+    return _get_num_items_in_batch
+
+
+def wrap_total_batch_size(original):
+    @functools.wraps(original)
+    def get_total_train_batch_size(self, args):
+        total, view = original(self, args), view_of_trainer(self)
+        return total if view is None else total // view.sp_size
+
+    return get_total_train_batch_size
+
+
+def wrap_sp_size(original):
+    @functools.wraps(original)
+    def get_sp_size(self):
+        # One, as the Trainer's arithmetic means it: "how often is a batch of the loader used".
+        return original(self) if view_of_trainer(self) is None else 1
+
+    return get_sp_size
+
+
+def wrap_training_step(original):
+    @functools.wraps(original)
+    def training_step(self, model, inputs, *args, **kwargs):
+        view = view_of_trainer(self)
+        if view is None:
+            return original(self, model, inputs, *args, **kwargs)
+        attachment = attachment_of_trainer(self)
+        if view.startup_check and not getattr(attachment, "checked", False):
+            check_first_step(self, attachment, model, self._prepare_input(inputs))
+            attachment.checked = True
+        with _loss_of_the_row(self, attachment):
+            return original(self, model, inputs, *args, **kwargs)
+
+    return training_step
+
+
+@contextmanager
+def _overridden(instance, name, function):
+    """Shadow a method on one instance, whatever its subclass made of it."""
+    if name in vars(instance):
+        raise RuntimeError(f"hf_ulysses: {type(instance).__name__}.{name} is overridden on the instance already.")
+    setattr(instance, name, function)
+    try:
+        yield
+    finally:
+        delattr(instance, name)
+
+
+def _loss_of_the_row(trainer, attachment):
+    """Inside, `trainer.compute_loss` weights a shard's mean by its targets; in evaluation it returns the row's loss."""
+    compute_loss = trainer.compute_loss
+
+    @functools.wraps(compute_loss)
+    def compute_row_loss(model, inputs, *args, **kwargs):
+        shift_labels = inputs.get("shift_labels")
+        result = compute_loss(model, inputs, *args, **kwargs)
+        counted = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None) is not None
+        loss = result[0] if isinstance(result, tuple) else result
+        if not counted:
+            if shift_labels is None:
+                raise ValueError(
+                    "This batch has no labels, so the shards' losses cannot be weighted by their targets. Add `labels` in "
+                    "the collator, or train without sequence parallelism."
+                )
+            loss = attachment.reduce_loss(loss, shift_labels)
+        elif not trainer.model.training:
+            loss = loss.detach().clone()
+            dist.all_reduce(loss, group=attachment.group)
+            loss = loss / attachment.size
+        return (loss, *result[1:]) if isinstance(result, tuple) else loss
+
+    return _overridden(trainer, "compute_loss", compute_row_loss)
+
+
+def wrap_evaluation_loop(original):
+    @functools.wraps(original)
+    def evaluation_loop(self, *args, **kwargs):
+        if view_of_trainer(self) is None:
+            return original(self, *args, **kwargs)
+        attachment = attachment_of_trainer(self)
+        with _loss_of_the_row(self, attachment), _whole_predictions(self, attachment), gathering_rows():
+            return original(self, *args, **kwargs)
+
+    return evaluation_loop
+
+
+def _whole_predictions(trainer, attachment):
+    """Inside, `trainer.prediction_step` returns whole rows of logits and labels where logits were asked for."""
+    prediction_step = trainer.prediction_step
+
+    @functools.wraps(prediction_step)
+    def predict_rows(model, inputs, *args, **kwargs):
+        full = trainer._prepare_input({key: value for key, value in inputs.items() if key in trainer.label_names})
+        part = trainer._prepare_inputs(inputs)
+        loss, logits, labels = prediction_step(model, part, *args, **kwargs)
+        if labels is not None:
+            labels = tuple(full[name] for name in trainer.label_names)
+            labels = labels[0] if len(labels) == 1 else labels
+        return loss, _gather_rows(logits, part, attachment), labels
+
+    return _overridden(trainer, "prediction_step", predict_rows)
+
+
+def _gather_rows(nested, part, attachment):
+    if isinstance(nested, (tuple, list)):
+        return type(nested)(_gather_rows(item, part, attachment) for item in nested)
+    shard = part[ROW_KEY].padded // attachment.size
+    if torch.is_tensor(nested) and nested.dim() > 1 and nested.shape[1] == shard:
+        return attachment.gather(nested, like=part)
+    return nested
+
+
+def wrap_deepspeed_config(original):
+    @functools.wraps(original)
+    def trainer_config_process(self, args, *rest, **kwargs):
+        from .config import requested
+
+        view = requested(args.parallelism_config)
+        if view is not None:
+            rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+            # Both ways of counting are in use; DeepSpeed derives its own when none is given.
+            if self.config.get("train_batch_size") in (rows * args.world_size, rows * args.world_size // view.sp_size):
+                self.config.pop("train_batch_size")
+        return original(self, args, *rest, **kwargs)
+
+    return trainer_config_process

@@ -1,0 +1,131 @@
+"""The table: every upstream symbol that hf_ulysses replaces while it is enabled. Wrappers only, no copied bodies.
+
+Besides these, an attached model has hooks and its modelling files' names for masks and attention (attachment.py),
+and a trainer has its `compute_loss` and `prediction_step` shadowed on the instance for the duration of one call.
+"""
+
+import importlib.util
+
+from . import in_accelerate as accelerate
+from . import in_trainer as trainer
+from .patching import Patch, Patches
+
+_NATIVE = "accelerate, transformers and trl shard batches and attend through hf_ulysses' engine themselves"
+
+
+def _rows() -> list[Patch]:
+    rows = [
+        Patch(
+            "accelerate.accelerator:Accelerator.__init__",
+            accelerate.wrap_init,
+            why="puts the StateView in place of the configuration and checks it; without it SP is upstream's",
+            until=_NATIVE,
+            parameters=("parallelism_config",),
+        ),
+        Patch(
+            "accelerate.accelerator:Accelerator.prepare",
+            accelerate.wrap_prepare,
+            why="attaches models; keeps _prepare_deepspeed from registering its own attention, mpu and adapter; makes "
+            "a loader that is prepared with its model yield shards",
+            until=_NATIVE,
+        ),
+        Patch(
+            "accelerate.accelerator:Accelerator.prepare_data_loader",
+            accelerate.wrap_prepare_data_loader_method,
+            why="says which accelerator prepares; the state that could tell is shared by all of a process",
+            until="prepare_data_loader takes the data-parallel rank and size from a mesh with an sp dimension",
+        ),
+        Patch(
+            "accelerate.accelerator:prepare_data_loader",
+            accelerate.wrap_prepare_data_loader_function,
+            why="splits data over data-parallel ranks only; without it peers read different rows",
+            until="prepare_data_loader takes the data-parallel rank and size from a mesh with an sp dimension",
+            parameters=("num_processes", "process_index", "torch_device_mesh", "dispatch_batches"),
+        ),
+        Patch(
+            "accelerate.accelerator:Accelerator.gather_for_metrics",
+            accelerate.wrap_gather_for_metrics,
+            why="counts ranks per row in an incomplete last batch, and one copy of each evaluated row",
+            until=_NATIVE,
+            parameters=("input_data",),
+        ),
+        Patch(
+            "accelerate.accelerator:Accelerator.deepspeed_ulysses_dl_adapter",
+            accelerate.wrap_dl_adapter,
+            why="documented as callable; upstream's adapter on top of peers with equal rows would be wrong",
+            until=_NATIVE,
+            parameters=("dl", "model"),
+        ),
+        Patch(
+            "transformers.trainer:Trainer.__init__",
+            trainer.wrap_init,
+            why="refuses trainers and models that cannot be exact, when they are built",
+            until=_NATIVE,
+        ),
+        Patch(
+            "transformers.trainer:Trainer._prepare_inputs",
+            trainer.wrap_prepare_inputs,
+            why="shards, after the step's targets have been counted on full rows",
+            until=_NATIVE,
+            parameters=("inputs",),
+        ),
+        Patch(
+            "transformers.trainer:Trainer._get_num_items_in_batch",
+            trainer.wrap_count,
+            why="peers count the same row once each; without it the loss is 1 / sp_size",
+            until=_NATIVE,
+            parameters=("batch_samples", "device"),
+        ),
+        Patch(
+            "transformers.trainer:Trainer.get_total_train_batch_size",
+            trainer.wrap_total_batch_size,
+            why="reports micro * accumulation * dp rows per step",
+            until=_NATIVE,
+            parameters=("args",),
+        ),
+        Patch(
+            "transformers.trainer:Trainer.get_sp_size",
+            trainer.wrap_sp_size,
+            why="upstream's loader yields each batch sp_size times; ours once: steps and epochs would be wrong",
+            until=_NATIVE,
+        ),
+        Patch(
+            "transformers.trainer:Trainer.training_step",
+            trainer.wrap_training_step,
+            why="start-up check; weights the loss by targets where no count reaches it",
+            until=_NATIVE,
+            parameters=("model", "inputs"),
+        ),
+        Patch(
+            "transformers.trainer:Trainer.evaluation_loop",
+            trainer.wrap_evaluation_loop,
+            why="evaluates in shards: the row's loss, whole rows for metrics",
+            until=_NATIVE,
+        ),
+        Patch(
+            "torch.distributed.nn.functional:all_gather",
+            accelerate.wrap_all_gather,
+            why="documented loops differentiate through it; on gloo its backward fails in groups without rank 0",
+            until="torch's _AlltoAll.forward passes group ranks to scatter as group_src",
+            parameters=("tensor", "group"),
+        ),
+    ]
+    if importlib.util.find_spec("deepspeed") is not None:
+        groups = "deepspeed.utils.groups:_get_sequence_parallel_"
+        why = "documented loops ask DeepSpeed for the sp group; without an mpu it has none"
+        rows += [
+            Patch(groups + "group", accelerate.wrap_group_getter, why, _NATIVE),
+            Patch(groups + "rank", accelerate.wrap_rank_getter, why, _NATIVE),
+            Patch(groups + "world_size", accelerate.wrap_world_size_getter, why, _NATIVE),
+            Patch(
+                "transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.trainer_config_process",
+                trainer.wrap_deepspeed_config,
+                why="a train_batch_size of micro * accumulation * dp in a DeepSpeed JSON is right, not a mismatch",
+                until="transformers compares it with the data-parallel size",
+                parameters=("args",),
+            ),
+        ]
+    return rows
+
+
+TABLE = Patches(_rows())
