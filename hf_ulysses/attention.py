@@ -18,6 +18,7 @@ import functools
 
 import torch
 
+from . import documents
 from .all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_heads
 from .heads import share_heads
 from .row import ROW_KEY, current_row
@@ -83,17 +84,19 @@ def _attend(core, attachment, row, module, query_BHsD, key_BGsD, value_BGsE, att
     if share.kv_index is not None:
         index = torch.tensor(share.kv_index, device=key_BgSD.device)
         key_BgSD, value_BgSE = key_BgSD.index_select(1, index), value_BgSE.index_select(1, index)
-    out_BShE, *_ = core(
-        HeadView(module, share, num_heads),
-        query_BhSD,
-        key_BgSD,
-        value_BgSE,
-        _full_row_mask(attention_mask, row, module, share, num_heads),
-        *args,
-        **_full_row_kwargs(kwargs, row, share, num_heads),
-    )
-    out_BsHE = gather_heads_scatter_seq(out_BShE, exchange)
-    return (out_BsHE, *[None] * len(_))
+
+    view = HeadView(module, share, num_heads)
+    kwargs = _full_row_kwargs(kwargs, row, module, share, num_heads)
+
+    def attend(query, key, value, mask, kwargs):
+        return core(view, query, key, value, mask, *args, **kwargs)[0]
+
+    if isinstance(attention_mask, documents.DocumentMask):
+        out_BShE = documents.attend(attend, query_BhSD, key_BgSD, value_BgSE, attention_mask, kwargs)
+    else:
+        mask = _full_row_mask(attention_mask, row, module, share, num_heads)
+        out_BShE = attend(query_BhSD, key_BgSD, value_BgSE, mask, kwargs)
+    return gather_heads_scatter_seq(out_BShE, exchange), None
 
 
 def _check(attachment, row, module, query, key, value, kwargs):
@@ -133,6 +136,11 @@ def _own_heads(tensor, share, num_heads, dim):
 def _full_row_mask(mask, row, module, share, num_heads):
     if not torch.is_tensor(mask):
         return mask
+    if mask.untyped_storage().nbytes() == 1:
+        raise ValueError(
+            f"{type(module).__name__} got the stand-in for a mask of documents after something had stripped its type. "
+            "Please report the model; attn_implementation='eager' does without stand-ins."
+        )
     lengths = mask.shape[-2:] if mask.dim() == 4 else mask.shape[-1:]
     if any(n != row.padded for n in lengths):
         raise ValueError(
@@ -143,20 +151,18 @@ def _full_row_mask(mask, row, module, share, num_heads):
     return _own_heads(mask, share, num_heads, dim=1) if mask.dim() == 4 else mask
 
 
-def _full_row_kwargs(kwargs, row, share, num_heads):
+def _full_row_kwargs(kwargs, row, module, share, num_heads):
     full = {**kwargs, **row.boundaries}
+    if not row.boundaries and "flash" in (getattr(module.config, "_attn_implementation", None) or ""):
+        full.update(row.flash_boundaries())
     if torch.is_tensor(kwargs.get("position_ids")):
         full["position_ids"] = row.position_ids
     for name, value in kwargs.items():
         if not torch.is_tensor(value) or name == "position_ids":
             continue
         if value.dim() == 4:
-            full[name] = _full_row_mask(value, row, _Named(name), share, num_heads)
+            full[name] = _full_row_mask(value, row, module, share, num_heads)
         else:
             full[name] = _own_heads(value, share, num_heads, dim=0)
     return full
 
-
-class _Named:
-    def __new__(cls, name):
-        return type(name, (), {})()

@@ -41,5 +41,5 @@ def reduce_loss(loss, shift_labels, group, num_items_in_batch=None):
     count = count.clamp(min=1) if num_items_in_batch is None else torch.ones_like(count)
     mean = (total / count).to(loss.dtype)
     contribution = weighted * (size / count).to(loss.dtype)
-    # The value of the mean, the gradient of this rank's contribution.
-    return contribution + (mean - contribution).detach()
+    # The value of the mean, to the last bit, and the gradient of this rank's contribution.
+    return mean + (contribution - contribution.detach())

@@ -3,7 +3,8 @@
 Models call `transformers.masking_utils.create_*_mask(config, inputs_embeds, attention_mask, ..., position_ids)`. The
 wrapper changes what goes in: a full-length stand-in for the embeddings (only shape, dtype and device are read), the full
 row's 2-D mask and positions. What comes out is the mask the model would have built without sequence parallelism, in
-the form its attention implementation wants: a boolean or float tensor, a flex block mask, a 2-D mask, or `None`.
+the form its attention implementation wants: a boolean or float tensor, a flex block mask, a 2-D mask, or `None`. Under
+sdpa, a row that is made of documents and padding gets a `DocumentMask` instead of S x S elements (documents.py).
 
 Not covered, refused: custom `or_mask_function` / `and_mask_function` (they close over this shard's tensors).
 """
@@ -13,12 +14,12 @@ import inspect
 
 import torch
 
+from . import documents as documents_module
 from .row import current_row
 
+CAUSAL_BUILDERS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 BUILDERS = (
-    "create_causal_mask",
-    "create_sliding_window_causal_mask",
-    "create_chunked_causal_mask",
+    *CAUSAL_BUILDERS,
     "create_bidirectional_mask",
     "create_bidirectional_sliding_window_mask",
     "create_masks_for_generate",
@@ -37,9 +38,56 @@ def for_full_row(build):
             return build(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         _widen(bound.arguments, row, build.__name__)
-        return build(*bound.args, **bound.kwargs)
+        mask = _by_documents(build, bound.arguments, row)
+        return build(*bound.args, **bound.kwargs) if mask is None else mask
 
     return build_for_full_row
+
+
+def _by_documents(build, arguments, row):
+    """The row's mask as a `DocumentMask`, `None` where the whole mask is wanted (see documents.py)."""
+    # Flash attention gets the boundaries themselves, flex makes a sparse mask, and eager's scores are S x S anyway.
+    name, config = build.__name__, arguments["config"]
+    if name not in CAUSAL_BUILDERS or config._attn_implementation != "sdpa" or getattr(config, "is_causal", True) is False:
+        return None
+    documents = documents_module.split(row, arguments.get("position_ids"))
+    if documents is None:
+        return None
+    padded_right = any(document[-1].stop < row.padded for document in documents)
+    padded_left = any(document[0].start > 0 for document in documents)
+    if padded_right and name != "create_causal_mask" or padded_left and "chunked" in name:
+        return None
+
+    given = dict(arguments)
+    embeds = "inputs_embeds" if "inputs_embeds" in arguments else "input_embeds"
+
+    def build_whole():
+        return build(**given)
+
+    @functools.cache
+    def build_one(length):
+        one = dict(given, attention_mask=None)
+        one[embeds] = given[embeds][:1, :length]
+        for key in ("position_ids", "cache_position"):
+            if torch.is_tensor(given.get(key)):
+                place = torch.arange(length, device=given[key].device)
+                one[key] = place[None] if key == "position_ids" else place
+        return build(**one)
+
+    blocks = [[_block(document, build_one) for document in of_row] for of_row in documents]
+    if padded_right:
+        for of_row in blocks:
+            # Padding behind a document sees all of it, and nothing of the padding. Nobody reads its outputs but
+            # whoever compares logits of padding.
+            seen = of_row[-1].key
+            of_row.append(documents_module.Block(slice(seen.stop, row.padded), seen, None, causal=False))
+        blocks = [[block for block in of_row if block.query.start < block.query.stop] for of_row in blocks]
+    return documents_module.document_mask(blocks, row.padded, given[embeds].device, build_whole)
+
+
+def _block(document, build_one):
+    here = slice(document.start, document.stop)
+    return documents_module.Block(here, here, build_one(document.stop - document.start), causal=True)
 
 
 def _widen(arguments, row, name):

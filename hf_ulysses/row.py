@@ -14,6 +14,8 @@ from contextvars import ContextVar
 
 import torch
 
+from . import documents
+
 ROW_KEY = "ulysses_row"
 
 
@@ -32,12 +34,13 @@ class Row:
         checksum (`torch.Tensor`): of shape `(3,)`, int64; equal on two ranks that read the same row.
     """
 
-    __slots__ = ("length", "padded", "position_ids", "attention_mask", "boundaries", "checksum", "verified")
+    __slots__ = ("length", "padded", "position_ids", "attention_mask", "boundaries", "checksum", "verified", "_flash")
 
     def __init__(self, length, padded, position_ids, attention_mask, boundaries, checksum):
         self.length, self.padded = length, padded
         self.position_ids, self.attention_mask, self.boundaries = position_ids, attention_mask, boundaries
         self.checksum, self.verified = checksum, False
+        self._flash = None
 
     @property
     def padding(self) -> int:
@@ -60,6 +63,17 @@ class Row:
             return self.position_ids
         last = self.position_ids[..., self.length - 1 : self.length]
         return torch.cat([self.position_ids[..., : self.length], last.expand(*last.shape[:-1], self.padding)], dim=-1)
+
+    def flash_boundaries(self) -> dict:
+        """Flash attention's varlen arguments for a packed row of batch size one, computed once; else empty.
+
+        Without them, Transformers derives the same from `position_ids` in every layer.
+        """
+        if self._flash is None:
+            one_row = self.attention_mask is None and self.position_ids.dim() == 2 and len(self.position_ids) == 1
+            found = documents.split(self, self.position_ids) if one_row else None
+            self._flash = {} if found is None else documents.boundaries(found[0], self.position_ids.device)
+        return self._flash
 
     def to(self, *args, **kwargs):
         """A copy with its tensors moved, as `torch.Tensor.to`; loops that move every value of a batch need it."""
