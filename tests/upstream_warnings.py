@@ -4,7 +4,14 @@ import warnings
 from contextlib import contextmanager
 
 # (message pattern, category, reason)
-EXCEPTIONS = []
+EXCEPTIONS = [
+    ("`gradient_checkpointing` is deprecated", FutureWarning, "set by default in SFTConfig of TRL 1.16"),
+    ("`torch.jit.script", DeprecationWarning, "torch's own mkldnn module, imported by DeepSpeed"),
+    ("`torch.distributed.all_gather_into_tensor", FutureWarning, "called by DeepSpeed and Accelerate"),
+    ("`torch.distributed.reduce_scatter_tensor", FutureWarning, "called by DeepSpeed and FSDP2"),
+    ("`torch.distributed._all_gather_base", FutureWarning, "called by DeepSpeed"),
+    ("`torch.distributed._reduce_scatter_base", FutureWarning, "called by DeepSpeed"),
+]
 
 
 @contextmanager
