@@ -153,7 +153,7 @@ def _full_row_mask(mask, row, module, share, num_heads):
 
 def _full_row_kwargs(kwargs, row, module, share, num_heads):
     full = {**kwargs, **row.boundaries}
-    if not row.boundaries and "flash" in (getattr(module.config, "_attn_implementation", None) or ""):
+    if not row.boundaries and "flash" in (getattr(getattr(module, "config", None), "_attn_implementation", None) or ""):
         full.update(row.flash_boundaries())
     if torch.is_tensor(kwargs.get("position_ids")):
         full["position_ids"] = row.position_ids
