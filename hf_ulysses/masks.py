@@ -39,9 +39,16 @@ def for_full_row(build):
         bound = signature.bind(*args, **kwargs)
         _widen(bound.arguments, row, build.__name__)
         mask = _by_documents(build, bound.arguments, row)
-        return build(*bound.args, **bound.kwargs) if mask is None else mask
+        return _hide_padding(build(*bound.args, **bound.kwargs), row) if mask is None else mask
 
     return build_for_full_row
+
+
+def _hide_padding(mask, row):
+    """A query that sees only padding averages over every key of an additive mask: over the row's own, not over ours."""
+    if not row.padding or row.attention_mask is None or not torch.is_tensor(mask) or not mask.is_floating_point():
+        return mask
+    return mask.index_fill(-1, torch.arange(row.length, row.padded, device=mask.device), float("-inf"))
 
 
 def _by_documents(build, arguments, row):
