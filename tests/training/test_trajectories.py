@@ -25,6 +25,11 @@ def reference(ranks, **settings):
     return _references[key]
 
 
+def assert_engine(result, engine):
+    kind = {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(engine, "DEEPSPEED")
+    assert result["engine"].endswith(kind), result["engine"]
+
+
 def assert_same(results, expected, norms=True):
     for result in results:
         assert result["loss"] == pytest.approx(expected["loss"], rel=RELATIVE)
@@ -71,6 +76,7 @@ def test_the_trajectory_of_one_process(ranks, engine, sp, dp, accumulation, kind
     settings = dict(kind=kind, accumulation=accumulation, **({"bf16": False} if kind == "sft" else {}))
     expected = reference(ranks, batch=dp, **settings)
     results = ranks(sp * dp).run(train, engine=engine, sp=sp, dp=dp, **settings)
+    assert_engine(results[0], engine)
     # ZeRO-0 in fp32 reports no norm, with or without sequence parallelism.
     assert_same(results, expected, norms=engine != "zero0")
     if kind == "sft":

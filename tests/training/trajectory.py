@@ -92,20 +92,23 @@ def _parallelism(engine, sp, dp):
 
 
 def train(engine="plain", sp=1, dp=1, accumulation=1, batch=1, kind="trainer", optimizer="sgd", steps=STEPS,
-          data=None, model=None, before=None, **arguments):  # fmt: skip
+          data=None, eval_data=None, model=None, before=None, after=None, environment=None, **arguments):  # fmt: skip
     """Train and return `{"loss": [...], "grad_norm": [...], "parameters": flat tensor, "log": [...], "exchanges": int}`.
 
     Args:
         engine (`str`): a key of `ENGINES`. sp, dp (`int`): the mesh. kind (`str`): "trainer" or "sft".
         data (`list[dict]`, *optional*): rows; defaults to just enough rows with uneven targets for `steps` steps.
-        before (`Callable`, *optional*): called with the trainer before it trains.
+        before, after (`Callable`, *optional*): called with the trainer before and after it trains; what `after` returns
+            is the result's "after".
+        environment (`dict`, *optional*): variables as a launcher sets them; then the engine comes from there.
     """
     import transformers
     from transformers import Trainer, TrainingArguments
 
     import hf_ulysses
 
-    if sp > 1:
+    os.environ.update(environment or {})
+    if sp > 1 or environment:
         hf_ulysses.enable()
     transformers.logging.set_verbosity_error()
     model = tiny_llama() if model is None else model
@@ -139,9 +142,19 @@ def train(engine="plain", sp=1, dp=1, accumulation=1, batch=1, kind="trainer", o
 
         settings.setdefault("max_length", None)
         settings["dataset_kwargs"] = {"skip_prepare_dataset": True}
-        trainer = SFTTrainer(model, SFTConfig(**settings), train_dataset=_dataset(data), processing_class=_tokenizer())
+        config = SFTConfig(**settings)
+        fsdp_on_cpu(config)
+        trainer = SFTTrainer(
+            model,
+            config,
+            train_dataset=_dataset(data),
+            eval_dataset=None if eval_data is None else _dataset(eval_data),
+            processing_class=_tokenizer(),
+        )
     else:
-        trainer = Trainer(model, TrainingArguments(**settings), train_dataset=data)
+        config = TrainingArguments(**settings)
+        fsdp_on_cpu(config)
+        trainer = Trainer(model, config, train_dataset=data, eval_dataset=eval_data)
     if before is not None:
         before(trainer)
     trainer.train()
@@ -154,7 +167,21 @@ def train(engine="plain", sp=1, dp=1, accumulation=1, batch=1, kind="trainer", o
         "state": {"global_step": trainer.state.global_step, "epoch": trainer.state.epoch},
         "parameters": parameters(trainer),
         "exchanges": 0 if attachment is None else attachment.exchanges,
+        "eval_loss": [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
+        "engine": str(trainer.accelerator.distributed_type),
+        "after": None if after is None else after(trainer),
     }
+
+
+def fsdp_on_cpu(config):
+    """Accelerate knows FSDP on accelerators only and silently runs DDP on CPU ranks: say that these are GPU ranks."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    if config.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        # Pinned memory needs an accelerator too.
+        torch.distributed.fsdp.CPUOffloadPolicy.__init__.__defaults__ = (False,)
 
 
 def parameters(trainer):
