@@ -126,6 +126,8 @@ class Attachment:
         outermost = module is self._model()
 
         def enter(module, args, kwargs):
+            if attachment_of(module) is not self:
+                return None  # A deepcopy takes the hooks along.
             row = kwargs.get(ROW_KEY)
             self._entered.append((module, hold(row if row is not None else current_row())))
             if row is None:

@@ -60,6 +60,11 @@ def _exchanging(core, attachment_of):
     def exchanging_core(module, query, key, value, attention_mask=None, *args, **kwargs):
         row = kwargs.pop(ROW_KEY, None)
         attachment = attachment_of(module)
+        if attachment is None and row is not None:
+            raise ValueError(
+                f"{type(module).__name__} got a sharded batch but belongs to a model that is not attached (a copy of an "
+                "attached one?): it would attend within the shard. Give it the full rows, or attach() it, too."
+            )
         if attachment is not None and row is None:
             row = attachment.row_outside_kwargs(module, current_row())
         if attachment is None or row is None:
