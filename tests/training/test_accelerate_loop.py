@@ -1,0 +1,137 @@
+"""The custom training loop of Accelerate's documentation runs unchanged under sequence parallelism.
+
+Its loss is the sp group's token mean, by a differentiable all_gather weighted with the number of good tokens; over
+data-parallel ranks it is a mean of means, by its own definition. Reference: the same loop at sp=1 on the same dp ranks.
+"""
+
+import pytest
+import torch
+
+from .trajectory import _parallelism, deepspeed_config, parameters, rows, tiny_llama
+
+RELATIVE = 2e-5
+
+
+def make_accelerator(engine, sp, dp):
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DeepSpeedPlugin
+
+    # DeepSpeed on CPU ranks: the state knows of the CPU before the engine is chosen, by the plugin alone.
+    PartialState(cpu=True)
+    plugin = None
+    if engine.startswith("zero"):
+        plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(int(engine[4])))
+    return Accelerator(deepspeed_plugin=plugin, parallelism_config=_parallelism(engine, sp, dp))
+
+
+def collate(features):
+    return {name: torch.stack([f[name] for f in features]) for name in ("input_ids", "labels")}
+
+
+def documented_loop(engine="plain", sp=1, dp=1, group_from="deepspeed", loader="together", skip=0, move=False):
+    import hf_ulysses
+
+    if sp > 1:
+        hf_ulysses.enable()
+    accelerator = make_accelerator(engine, sp, dp)
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dataloader = torch.utils.data.DataLoader(rows(4 * dp), batch_size=1, collate_fn=collate)
+    if loader == "together":
+        model, optimizer, dataloader = accelerator.prepare(model, optimizer, dataloader)
+    else:
+        if accelerator.distributed_type == "DEEPSPEED":
+            accelerator.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+        dataloader = accelerator.prepare(dataloader)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if loader == "adapter":
+            dataloader = accelerator.deepspeed_ulysses_dl_adapter(dataloader, model)
+    if skip:
+        dataloader = accelerator.skip_first_batches(dataloader, skip)
+
+    sp_size = accelerator.parallelism_config.sp_size if accelerator.parallelism_config else 1
+    if sp_size > 1:
+        if group_from == "deepspeed":
+            from deepspeed.utils import groups
+
+            sp_group = groups._get_sequence_parallel_group()
+        else:
+            sp_group = accelerator.torch_device_mesh["sp"].get_group()
+        sp_world_size = sp_size
+        assert torch.distributed.get_world_size(sp_group) == sp
+
+    unwrapped_model = accelerator.unwrap_model(model)
+    losses, lengths = [], []
+    for batch in dataloader:
+        if move:
+            batch = {k: v.to(accelerator.device) for k, v in batch.items()}
+        optimizer.zero_grad()
+        outputs = model(**batch)
+        lengths.append(batch["input_ids"].shape[1])
+        if sp_size > 1:
+            shift_labels = batch["shift_labels"]
+            loss = unwrapped_model.loss_function(
+                logits=outputs.logits,
+                labels=None,
+                shift_labels=shift_labels,
+                vocab_size=unwrapped_model.config.vocab_size,
+            )
+            losses_per_rank = torch.distributed.nn.functional.all_gather(loss, group=sp_group)
+            good_tokens = (shift_labels != -100).view(-1).sum()
+            good_tokens_per_rank = torch.distributed.nn.functional.all_gather(good_tokens, group=sp_group)
+            total_loss = sum(
+                losses_per_rank[rank] * good_tokens_per_rank[rank]
+                for rank in range(sp_world_size)
+                if good_tokens_per_rank[rank] > 0
+            )
+            total_good_tokens = sum(good_tokens_per_rank)
+            loss = total_loss / max(total_good_tokens, 1)
+        else:
+            loss = outputs.loss
+        accelerator.backward(loss)
+        # DeepSpeed clips at 1.0 by itself (Accelerate's default for "auto").
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+
+    class Trained:
+        pass
+
+    Trained.model = unwrapped_model
+    return {"loss": losses, "lengths": lengths, "parameters": parameters(Trained), "backend": str(accelerator.distributed_type)}
+
+
+CASES = [
+    ("zero0", 1, dict(group_from="mesh")),
+    ("zero1", 1, dict(loader="adapter")),
+    ("zero2", 1, dict()),
+    ("zero3", 1, dict(group_from="mesh", move=True)),
+    ("ddp", 1, dict(group_from="mesh")),
+    ("zero2", 2, dict(move=True)),
+    ("zero3", 2, dict(loader="adapter")),
+]
+
+
+@pytest.mark.parametrize("engine,dp,how", CASES)
+def test_documented_loop(ranks, engine, dp, how):
+    expected = ranks(dp).run(documented_loop, engine="plain" if dp == 1 else "zero2", dp=dp)
+    results = ranks(2 * dp).run(documented_loop, engine=engine, sp=2, dp=dp, **how)
+    for rank, result in enumerate(results):
+        assert result["loss"] == pytest.approx(expected[rank // 2]["loss"], rel=RELATIVE)
+        assert (result["parameters"] - expected[0]["parameters"]).abs().max() < 1e-5
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+        assert set(result["lengths"]) == {33}
+        assert result["backend"].endswith("DEEPSPEED" if engine != "ddp" else "MULTI_CPU")
+
+
+def test_skipped_batches_are_sharded_too(ranks):
+    results = ranks(2).run(documented_loop, engine="zero2", sp=2, skip=2)
+    assert [len(result["loss"]) for result in results] == [2, 2]
+    assert set(results[0]["lengths"]) == {33}
+
+
+def test_a_loader_that_nobody_shards_is_an_error(ranks):
+    from ..ranks import RankFailed
+
+    with pytest.raises(RankFailed, match="not sharded.*deepspeed_ulysses_dl_adapter"):
+        ranks(2).run(documented_loop, engine="zero2", sp=2, loader="apart")
