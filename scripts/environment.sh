@@ -38,6 +38,7 @@ _environment() {
     fi
     # Two DeepSpeed versions must not share a cache of compiled operators.
     export TORCH_EXTENSIONS_DIR="$venv/torch_extensions"
+    [ "$gpu" = cuda ] || export DS_ACCELERATOR=cpu # or DeepSpeed warns in every process that it found nothing better
     source "$venv/bin/activate"
 }
 
