@@ -92,6 +92,12 @@ def build(family="llama", attn="sdpa", dtype=torch.float64, **changes):
     return model
 
 
+def checkpoint(model, reentrant=False):
+    """Recompute every layer's activations in backward, whatever this version of transformers calls it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+
+
 def batch_of(batch_size=1, length=33, seed=1, **more):
     """Full rows, every token a target."""
     tokens = torch.randint(3, 128, (batch_size, length), generator=torch.Generator().manual_seed(seed))

@@ -11,6 +11,8 @@ EXCEPTIONS = [
     ("`torch.distributed.reduce_scatter_tensor", FutureWarning, "called by DeepSpeed and FSDP2"),
     ("`torch.distributed._all_gather_base", FutureWarning, "called by DeepSpeed"),
     ("`torch.distributed._reduce_scatter_base", FutureWarning, "called by DeepSpeed"),
+    ("`is_gradient_checkpointing` is deprecated", FutureWarning, "read by PEFT 0.21"),
+    (".*Function'> should not be instantiated", DeprecationWarning, "torch.compile does while it traces autograd functions"),
 ]
 
 

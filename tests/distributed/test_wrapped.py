@@ -1,0 +1,181 @@
+"""Models as training stacks wrap them, in a bare loop: checkpointing, LoRA, DDP, FSDP2, autocast, torch.compile."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_ulysses
+
+from ..models import batch_of, build, checkpoint, packed_positions
+from .steps import Step, assert_same, of_real_tokens, residual, sharded, whole, whole_step
+
+PACKED = batch_of(1, 33, position_ids=packed_positions(13, 20))
+DYNAMIC = dict(
+    max_position_embeddings=16, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+)
+
+
+# -- gradient checkpointing ---------------------------------------------------------------------------------------------
+
+
+def checkpointed(batch, reentrant, **kind):
+    """Attention is recomputed in backward, where nothing but its arguments says which row it belongs to."""
+    model = build(**kind)
+    checkpoint(model, reentrant=reentrant)
+    with hf_ulysses.attach(model) as sp:
+        step = sharded(model, batch, sp)
+        assert step.exchanges == 4, "twice two layers"
+        return step
+
+
+KINDS = [dict(attn="sdpa"), dict(attn="eager"), dict(family="mistral"), dict(family="gpt_oss", attn="eager"), DYNAMIC]
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("kind", KINDS, ids=["sdpa", "eager", "sliding window", "sinks", "dynamic rotary"])
+def test_gradient_checkpointing(ranks, kind, reentrant):
+    reference = ranks(1).run(whole_step, PACKED, **kind)[0]
+    assert_same(ranks(2).run(checkpointed, PACKED, reentrant, **kind), reference)
+
+
+# -- PEFT ---------------------------------------------------------------------------------------------------------------
+
+
+def with_lora(batch, attached, checkpointing):
+    from peft import LoraConfig, get_peft_model
+
+    # Every attention projection, and what lora_B starts with is not zero, so that lora_A has a gradient.
+    config = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False)
+    base = build()
+    torch.manual_seed(1)
+    model = get_peft_model(base, config, autocast_adapter_dtype=False)
+    if checkpointing is not None:
+        checkpoint(model, reentrant=checkpointing)
+        model.enable_input_require_grads()
+    if not attached:
+        return whole(model, batch)
+    with hf_ulysses.attach(model) as sp:
+        step = sharded(model, batch, sp)
+    assert len(step.gradients) == 16 and all("lora" in name for name in step.gradients)
+    return step
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["plain", "reentrant", "not reentrant"])
+def test_lora(ranks, checkpointing):
+    reference = ranks(1).run(with_lora, PACKED, False, None)[0]
+    assert_same(ranks(2).run(with_lora, PACKED, True, checkpointing), reference)
+
+
+# -- DDP and FSDP2 over all ranks, sequence parallel over pairs of them -------------------------------------------------
+
+ROWS = [batch_of(1, 33, seed=seed) for seed in (1, 2)]
+
+
+def two_rows(rows):
+    """The mean of two rows' losses: what data parallelism over two rows computes."""
+    model = build()
+    for row in rows:
+        output = model(**row, use_cache=False)
+        (output.loss / len(rows)).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return Step(output.loss.item(), of_real_tokens(output.logits, row), gradients)
+
+
+def data_parallel_pairs():
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
+    return pairs, dist.get_rank() // 2
+
+
+def in_ddp(rows, attach_inner, checkpointing):
+    inner = build()
+    if checkpointing:
+        checkpoint(inner, reentrant=False)
+    model = DistributedDataParallel(inner)
+    pairs, mine = data_parallel_pairs()
+    with hf_ulysses.attach(inner if attach_inner else model, pairs[mine]) as sp:
+        part = sp.shard(rows[mine])
+        output = model(**part)
+        loss = sp.reduce_loss(output.loss, part["shift_labels"])
+        loss.backward()  # DDP averages over all ranks.
+        logits = sp.gather(output.logits.detach(), like=part)
+    gradients = {name: parameter.grad for name, parameter in inner.named_parameters()}
+    return Step(loss.item(), logits, gradients)
+
+
+def in_fsdp2(rows, attach_inner, checkpointing):
+    model = build()
+    if checkpointing:
+        checkpoint(model, reentrant=False)
+    pairs, mine = data_parallel_pairs()
+    if attach_inner:
+        sp = hf_ulysses.attach(model, pairs[mine])
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if not attach_inner:
+        sp = hf_ulysses.attach(model, pairs[mine])
+    with sp:
+        part = sp.shard(rows[mine])
+        output = model(**part)
+        loss = sp.reduce_loss(output.loss, part["shift_labels"])
+        loss.backward()  # FSDP2 averages over all ranks.
+        logits = sp.gather(output.logits.detach(), like=part)
+        assert sp.exchanges == (4 if checkpointing else 2)
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return Step(loss.item(), logits, gradients)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("attach_first", [True, False], ids=["attached, then wrapped", "wrapped, then attached"])
+@pytest.mark.parametrize("wrapped", [in_ddp, in_fsdp2], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_engines_that_average_over_all_ranks(ranks, size, wrapped, attach_first, checkpointing):
+    rows = ROWS[: size // 2]
+    reference = ranks(1).run(two_rows, rows)[0]
+    steps = ranks(size).run(wrapped, rows, attach_first, checkpointing)
+    assert_same(steps[-1], reference)
+    for step in steps:
+        assert max(residual(step.gradients[name], reference.gradients[name]) for name in reference.gradients) < 2e-6
+
+
+# -- mixed precision and compilation ------------------------------------------------------------------------------------
+
+
+def under_autocast(batch, attached, **kind):
+    model = build(dtype=torch.float32, **kind)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        if not attached:
+            return whole(model, batch)
+        with hf_ulysses.attach(model) as sp:
+            return sharded(model, batch, sp)
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_autocast(ranks, attn):
+    """Query and key leave their norms in float32, value its projection in bfloat16; they travel in one buffer."""
+    kind = dict(family="qwen3", attn=attn)
+    reference = ranks(1).run(under_autocast, PACKED, False, **kind)[0]
+    # bfloat16 has 8 bits: gradients of weights are sums over two shards instead of one over the row.
+    assert_same(ranks(2).run(under_autocast, PACKED, True, **kind), reference, tolerance=2e-2)
+
+
+def compiled(batch):
+    torch._dynamo.reset()
+    model = build()
+    with hf_ulysses.attach(model) as sp:
+        # Graphs and their breaks are the subject; generating code for them would only take time.
+        step = sharded(torch.compile(model, backend="eager"), batch, sp)
+    step.gradients = {name.removeprefix("_orig_mod."): gradient for name, gradient in step.gradients.items()}
+    return step
+
+
+@pytest.mark.parametrize("batch", [batch_of(1, 33), PACKED], ids=["plain", "packed"])
+def test_torch_compile(ranks, batch):
+    reference = ranks(1).run(whole_step, batch)[0]
+    assert_same(ranks(2).run(compiled, batch), reference, exchanges=2)
