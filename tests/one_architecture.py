@@ -1,0 +1,125 @@
+"""One architecture on every rank of a pool: loss and every gradient of a sharded step against the same step in one process.
+
+Used by scripts/sweep_architectures.py for all of them and by tests/upstream/test_architectures.py for a few.
+"""
+
+import inspect
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import hf_ulysses
+
+from .tiny_models import LENGTH, tiny_config, tiny_model
+
+CASES = ("unpacked", "packed", "left_padded")
+# float32: a right implementation shows about 1e-6.
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 2e-3
+
+
+def try_architecture(model_type, heads, kv_heads, cases=CASES, changes=None) -> dict:
+    """Results by case: `status` (exact, wrong, refused, error, impossible), `why`, errors and counts. Collective."""
+    warnings.simplefilter("ignore")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    try:
+        config = tiny_config(model_type, heads, kv_heads)
+        for name, value in (changes or {}).items():
+            setattr(config, name, value)
+        model = tiny_model(config)
+    except Exception as error:
+        return {"model": {"status": "impossible", "why": _last_line(error)}}
+    results = {"class": type(model).__name__}
+    for case in cases:
+        results[case] = _try_case(model, _batch(model, case))
+    return results
+
+
+def _batch(model, case):
+    """Full rows; `None` where the model has no such input."""
+    generator = torch.Generator().manual_seed(1)
+    size = 1 if case == "packed" else 2
+    ids = torch.randint(3, 99, (size, LENGTH), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    batch["labels"][:, 3:20:2] = -100
+    if case == "packed":
+        if "position_ids" not in inspect.signature(type(model).forward).parameters:
+            return None
+        batch["position_ids"] = torch.cat([torch.arange(n) for n in (13, 9, 24)])[None]
+    if case == "left_padded":
+        mask = torch.ones_like(ids)
+        mask[0, :7] = 0
+        pad = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+        batch["input_ids"] = ids.where(mask.bool(), torch.tensor(pad))
+        batch["labels"] = batch["labels"].where(mask.bool(), torch.tensor(-100))
+        batch["attention_mask"] = mask
+    return batch
+
+
+def _try_case(model, batch):
+    if batch is None:
+        return {"status": "impossible", "why": "takes no position_ids"}
+    try:
+        model.zero_grad()
+        # With a cache it would not tell documents apart.
+        cache = {"use_cache": False} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
+        whole = _loss(model, {**batch, **cache})
+        whole.backward()
+        reference = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    except Exception as error:
+        return {"status": "impossible", "why": _last_line(error)}
+    if not torch.isfinite(whole):
+        return {"status": "impossible", "why": f"the loss of one process is {float(whole)}"}
+    model.zero_grad()
+    try:
+        with hf_ulysses.attach(model) as sp:
+            part = sp.shard(batch)
+            loss = sp.reduce_loss(_loss(model, part), part["shift_labels"])
+            loss.backward()
+            result = {"exchanges": sp.exchanges, "gathered": sorted(getattr(sp, "gathered", ()))}
+    except Exception as error:
+        return {"status": "refused" if _ours(error) else "error", "why": _last_line(error)}
+    result["loss"] = abs(float(loss.detach()) - float(whole.detach())) / abs(float(whole.detach()))
+    result["gradient"], result["worst"] = _worst_gradient(model, reference)
+    exact = result["loss"] < LOSS_TOLERANCE and result["gradient"] < GRADIENT_TOLERANCE
+    return {"status": "exact" if exact else "wrong", **result}
+
+
+def _loss(model, batch):
+    out = model(**batch)
+    loss = out.loss if hasattr(out, "loss") else out[0]
+    if loss is None:
+        raise RuntimeError(f"{type(model).__name__} computes no loss from labels")
+    return loss
+
+
+def _worst_gradient(model, reference):
+    """The largest difference of a parameter's gradient, relative to its norm, and the parameter's name."""
+    total = torch.sqrt(sum(grad.square().sum() for grad in reference.values()))
+    worst, where = 0.0, ""
+    for name, parameter in model.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+        expected = reference.get(name, torch.zeros_like(grad))
+        # Gradients that are zero in theory (a bias on the keys) are noise: measured against the whole gradient.
+        error = float((grad - expected).norm() / expected.norm().clamp(min=1e-4 * total))
+        error = float("inf") if error != error else error
+        if error > worst:
+            worst, where = error, name
+    return worst, where
+
+
+def _ours(error):
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return isinstance(error, ValueError) and Path(last.filename).parent == Path(hf_ulysses.__file__).parent
+
+
+def _last_line(error):
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:400]}" + ("" if _ours(error) else f" ({Path(last.filename).name}:{last.lineno})")

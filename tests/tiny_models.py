@@ -1,0 +1,207 @@
+"""Any architecture that transformers can build, tiny: one set of rules over the names that configurations use.
+
+    config = tiny_config("mixtral", heads=4, kv_heads=2)
+    model = tiny_model(config)
+
+1. A configuration's defaults say which names it has. Sizes, counts and token ids are replaced by the rules below, in
+   sub-configurations too; whatever is drawn at random in a forward (dropout, jitter, layer drop) is switched off.
+2. Lists with one entry per layer (`layer_types` and the like) are reduced to one layer of every combination of kinds.
+3. What a model treats specially lies inside a row of `LENGTH` tokens: windows and chunks are 8, position-dependent
+   rotary embeddings start with positions beyond 16.
+4. `SPECIAL` holds what the rules cannot know, one line per model type.
+"""
+
+import re
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.configuration_utils import PreTrainedConfig
+
+LENGTH = 46
+VOCAB = 128
+HEAD_SIZE = 16
+WINDOW = 8
+
+# (pattern of names, value); the first that matches wins. `h` and `g` are the query and key/value heads.
+RULES = [
+    (r"(pad|bos|eos|decoder_start|sep|cls|mask|unk|eod|forced_\w+)_token_id", {"pad": 0, "bos": 1, "eos": 2}),
+    (r"(vocab_size|encoder_vocab_size|decoder_vocab_size|unpadded_vocab_size|vocab_size_per_layer_input)", VOCAB),
+    (r"(output_vocab_size|audio_vocab_size|embedding_size)", None),
+    (r"\w*(dropout|dropout_prob|_drop|pdrop|dropout_p|layerdrop|jitter_noise|jitter|drop_rate)", 0.0),
+    (r"(num_attention_heads|n_heads?|num_heads|attention_heads|(en|de)coder_attention_heads|"
+     r"num_(en|de)coder_attention_heads|swa_num_attention_heads)", lambda h, g: h),
+    (r"(num_key_value_heads|num_kv_heads|swa_num_key_value_heads)", lambda h, g: g),
+    (r"(hidden_size|n_embd|d_model|dim|emb_dim|word_embed_proj_dim|lru_width|attention_hidden_size|model_dim)",
+     lambda h, g: h * HEAD_SIZE),
+    (r"(head_dim|d_head|swa_head_dim|attention_head_size|dim_head|kv_channels|v_head_dim|qk_nope_head_dim|d_kv)", HEAD_SIZE),
+    (r"(rotary_dim|qk_rope_head_dim)", 8),
+    (r"(q_lora_rank|kv_lora_rank|o_lora_rank)", 32),
+    (r"(index_n_heads|indexer_n_heads)", 4),
+    (r"(index_head_dim|indexer_head_dim)", 32),
+    (r"index_topk", 12),
+    (r"(intermediate_size|ffn_dim|n_inner|d_inner|dff|dim_ff|(en|de)coder_ffn_dim|feed_forward_size|ffn_hidden_size|"
+     r"expert_ffn_hidden_size|\w*_intermediate_size|intermediate_size_mlp|ffn_intermediate_size)", 64),
+    (r"(num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_(en|de)coder_layers)", 2),
+    (r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts)", 4),
+    (r"(num_experts_per_tok|num_experts_per_token|moe_topk|moe_k|top_k_experts)", 2),
+    (r"(n_group|topk_group|num_expert_group)", 1),
+    (r"(first_k_dense_replace|num_dense_layers|moe_layer_start_index)", 1),
+    (r"(n_shared_experts|num_shared_experts|moe_num_shared_experts)", 1),
+    (r"mamba_n_heads", lambda h, g: 2 * h),
+    (r"mamba_d_ssm", lambda h, g: 2 * h * HEAD_SIZE),
+    (r"output_router_logits", True),
+    (r"(router_)?aux_loss_coef", 0.1),
+    (r"adapter_(in_dim|input_size|out_dim)", lambda h, g: h * HEAD_SIZE),
+    (r"(num_mtp_layers|num_nextn_predict_layers|num_kv_shared_layers|hidden_size_per_layer_input)", 0),
+    (r"(sliding_window|attention_chunk_size|window_size|local_attention|sliding_window_size|attention_window_size|"
+     r"keep_window_size|local_attention_window_len|block_size|index_block_size)", WINDOW),
+    (r"(chunk_size|mamba_chunk_size)", 16),
+    (r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|max_target_positions|model_max_length)", 256),
+    (r"(mamba_d_state|ssm_state_size|state_size)", 16),
+    (r"(mamba_dt_rank|time_step_rank)", 8),
+    (r"(linear_key_head_dim|linear_value_head_dim|linear_head_dim|mamba_head_dim|mamba_d_head)", HEAD_SIZE),
+    (r"(linear_num_key_heads)", lambda h, g: g),
+    (r"(linear_num_value_heads|linear_num_heads)", lambda h, g: h),
+    (r"(mamba_n_groups|n_groups)", 1),
+    (r"(image_size)", 32),
+    (r"(patch_size)", 8),
+]
+_PER_LAYER = re.compile(r"(layer_types|layers_block_type|mlp_layer_types|\w*_layer_types|indexer_types|no_rope_layers|"
+                        r"layer_rope_theta|num_attention_heads_per_layer)")
+# What the rules cannot know: sizes that must fit each other, features that are off by default.
+SPECIAL = {
+    "bamba": dict(attn_layer_indices=[1]),
+    "bailing_hybrid": dict(layer_group_size=2),
+    "dory": dict(num_hidden_layers=4, n_input_layers=1, n_recurrent_layers=2, n_output_layers=1,
+                 layer_types=["full_attention", "sliding_attention"] * 2),
+    "cohere_compass_text": dict(
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+                         for kind in ("sliding_attention", "full_attention")}),
+    "dbrx": lambda h, g: dict(attn_config={"kv_n_heads": g, "clip_qkv": 8.0},
+                              ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2,
+                                          "hidden_size": h * HEAD_SIZE}),
+    "deepseek_v2": dict(topk_group=1, n_group=1, num_experts_per_tok=2),
+    "dots1": dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=1, topk_group=1,
+                  first_k_dense_replace=1, layer_types=["sliding_attention", "full_attention"]),
+    "gemma4_assistant": dict(hidden_size_per_layer_input=0),
+    "flint": dict(mlp_only_layers=[0]),
+    "lfm2_moe": dict(num_dense_layers=1, layer_types=["conv", "full_attention"]),
+    "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"]),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
+    "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
+    "jetmoe": dict(num_experts_per_tok=2),
+    "mamba2": lambda h, g: dict(num_heads=2 * h, head_dim=HEAD_SIZE),
+    "mpt": dict(attn_pdrop=0, max_seq_len=256),
+    "qwen4_exp_text": dict(indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=32, indexer_budget=16,
+                           indexer_compress_ratio=4),
+    "recurrent_gemma": dict(num_hidden_layers=3),
+    "reformer": lambda h, g: dict(is_decoder=True, axial_pos_embds_dim=[16, h * HEAD_SIZE - 16]),
+    "xlstm": lambda h, g: dict(num_heads=h, qk_dim_factor=1.0),
+    "xmod": dict(default_language="en_XX"),
+    "zaya": dict(num_experts_per_tok=1),
+    "zamba": lambda h, g: dict(attention_hidden_size=2 * h * HEAD_SIZE, attention_head_dim=2 * HEAD_SIZE,
+                               layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"],
+                               num_hidden_layers=4),
+    "zamba2": lambda h, g: dict(attention_hidden_size=2 * h * HEAD_SIZE, attention_head_dim=2 * HEAD_SIZE,
+                                layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"],
+                                num_hidden_layers=4, n_mamba_heads=2 * h, mamba_headdim=HEAD_SIZE, mamba_ngroups=1),
+}
+
+
+
+def tiny_config(model_type: str, heads: int = 4, kv_heads: int = 2):
+    """The tiny configuration of a model type of transformers' auto mapping."""
+    return _shrink(CONFIG_MAPPING[model_type], heads, kv_heads)
+
+
+def _shrink(cls, heads, kv_heads, given=None):
+    try:
+        default = given if given is not None else cls()
+    except Exception:
+        default = cls(**_special(cls.model_type, heads, kv_heads))
+    values = dict(vars(default))
+    changes = {}
+    for name, value in values.items():
+        if isinstance(value, PreTrainedConfig):
+            changes[name] = _shrink(type(value), heads, kv_heads, value)
+        elif (rule := _rule(name, value, heads, kv_heads)) is not _KEEP:
+            changes[name] = rule
+    if values.get("kv_lora_rank") is not None:
+        for name in ("num_key_value_heads", "swa_num_key_value_heads"):
+            if name in changes:
+                changes[name] = heads
+    if "qk_rope_head_dim" in changes and "head_dim" in changes:
+        changes["head_dim"] = changes["qk_rope_head_dim"]
+    _reduce_layers(values, changes)
+    changes.update(_special(cls.model_type, heads, kv_heads))
+    _fix_tokens(values, changes)
+    return cls(**changes)
+
+
+_KEEP = object()
+# `None` here means "derived from others" or "none in this checkpoint": set all the same.
+_ABSENT = ("head_dim", "sliding_window", "n_routed_experts", "num_key_value_heads", "num_kv_heads")
+
+
+def _rule(name, value, heads, kv_heads):
+    for pattern, rule in RULES:
+        if re.fullmatch(pattern, name):
+            if isinstance(value, (list, dict, str)) or value is None and name not in _ABSENT:
+                return _KEEP
+            if isinstance(rule, dict):
+                return rule.get(name.partition("_")[0], 2) if isinstance(value, int) else _KEEP
+            if rule is None:
+                return _KEEP if value is None else heads * HEAD_SIZE
+            return rule(heads, kv_heads) if callable(rule) else rule
+    return _KEEP
+
+
+def _reduce_layers(values, changes):
+    """One layer of every combination of kinds, at least two."""
+    lists = {name: list(value) for name, value in values.items()
+             if isinstance(value, (list, tuple)) and _PER_LAYER.fullmatch(name) and len(value) > 1}
+    if not lists:
+        return
+    length = max(len(value) for value in lists.values())
+    lists = {name: value for name, value in lists.items() if len(value) == length}
+    kinds = dict.fromkeys(zip(*lists.values()))
+    kinds = list(kinds)[:6]
+    if len(kinds) == 1:
+        kinds = kinds * 2
+    for index, name in enumerate(lists):
+        changes[name] = [kind[index] for kind in kinds]
+    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        if name in values:
+            changes[name] = len(kinds)
+
+
+def _fix_tokens(values, changes):
+    """Special tokens of other kinds (images, ...) lie at the end of the vocabulary, which no row uses."""
+    last = VOCAB - 1
+    for name, value in values.items():
+        if isinstance(value, int) and not isinstance(value, bool) and name not in changes:
+            if re.search(r"_token_(id|index)$", name) and value >= VOCAB:
+                changes[name] = last
+                last -= 1
+
+
+def _special(model_type, heads, kv_heads):
+    special = SPECIAL.get(model_type, {})
+    return special(heads, kv_heads) if callable(special) else special
+
+
+def tiny_model(config, seed: int = 0):
+    """The model, float32, in training mode, with the same random parameters on every call."""
+    torch.manual_seed(seed)
+    auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    model = auto.from_config(config, attn_implementation=None).float().train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Larger than a real initialisation, so that attention is far from uniform and biases and sinks matter.
+            if parameter.is_floating_point():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
