@@ -142,6 +142,10 @@ class StateView(ParallelismConfig):
         return self.tp_size * self.cp_size
 
     def build_device_mesh(self, device_type: str):
+        from accelerate.state import PartialState
+
+        # Before the mesh: torch's own error for sizes that do not fit says neither why nor what to do.
+        self._check_sizes(PartialState().num_processes)
         # accelerate leaves the mesh of its own backend to DeepSpeed; ours exists on every engine.
         backend, self.sp_backend = self.sp_backend, "torch"
         try:
@@ -149,11 +153,14 @@ class StateView(ParallelismConfig):
         finally:
             self.sp_backend = backend
 
-    def _validate_accelerator(self, accelerator):
+    def _check_sizes(self, ranks: int):
         sizes = f"dp_replicate_size={self.dp_replicate_size} x dp_shard_size={self.dp_shard_size} x sp_size={self.sp_size}"
-        total, ranks = self.dp_replicate_size * self.dp_shard_size * self.sp_size, accelerator.num_processes
+        total = self.dp_replicate_size * self.dp_shard_size * self.sp_size
         if total != ranks:
             raise ValueError(f"{sizes} = {total}, but there are {ranks} processes. {self._proposal(ranks)}")
+
+    def _validate_accelerator(self, accelerator):
+        self._check_sizes(accelerator.num_processes)
         engine = accelerator.distributed_type
         torch_engines = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP)
         if engine == DistributedType.DEEPSPEED:

@@ -1,0 +1,218 @@
+"""enable() and disable(), and why each row of the patch table is there: without it, something that is shown here breaks."""
+
+import os
+import traceback
+
+import pytest
+
+from .test_accelerate_loop import documented_loop
+from .test_evaluation import evaluate
+from .trajectory import rows, tiny_llama, train
+
+
+def snapshot():
+    """Every attribute that the table replaces, by identity."""
+    from hf_ulysses.patches import TABLE
+
+    for patch in TABLE.table:
+        patch.check()
+    return {patch.target: vars(patch.owner)[patch.name] for patch in TABLE.table}
+
+
+def enable_and_disable():
+    import hf_ulysses
+
+    before = snapshot()
+    hf_ulysses.enable()
+    hf_ulysses.enable()
+    during = {patch.target: vars(patch.owner)[patch.name] for patch in hf_ulysses.patches.TABLE.table}
+    assert all(during[target] is not before[target] for target in before)
+    assert all(during[target].__wrapped__ is before[target] for target in before)
+    hf_ulysses.disable()
+    hf_ulysses.disable()
+    assert all(value is before[target] for target, value in snapshot().items())
+    with hf_ulysses.enabled():
+        assert hf_ulysses.patches.TABLE.applied
+    assert all(value is before[target] for target, value in snapshot().items())
+
+
+def test_disable_restores_everything_by_identity(ranks):
+    ranks(1).run(enable_and_disable)
+
+
+def train_disable_train():
+    """After a run with sequence parallelism, disable() leaves names of modelling files and the model as they were."""
+    import transformers.models.llama.modeling_llama as modelling
+
+    import hf_ulysses
+
+    before = dict(vars(modelling))
+    model = tiny_llama()
+    train(engine="ddp", sp=2, steps=1, model=model)
+    assert vars(modelling)["create_causal_mask"] is not before["create_causal_mask"]
+    hf_ulysses.disable()
+    assert all(vars(modelling)[name] is value for name, value in before.items())
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    return True
+
+
+def test_disable_detaches_models(ranks):
+    assert ranks(2).run(train_disable_train) == [True, True]
+
+
+def enable_after_accelerator():
+    from accelerate import Accelerator
+
+    import hf_ulysses
+
+    Accelerator(cpu=True)
+    with pytest.raises(RuntimeError, match="after an Accelerator"):
+        hf_ulysses.enable()
+
+
+def test_enable_after_an_accelerator_is_an_error(ranks):
+    ranks(1).run(enable_after_accelerator)
+
+
+def old_version(monkeypatch=None):
+    from hf_ulysses import door
+
+    minimum = dict(door._MINIMUM)
+    door._MINIMUM["accelerate"] = "99"
+    try:
+        with pytest.raises(ImportError, match="accelerate>=99, but"):
+            door.enable()
+    finally:
+        door._MINIMUM.update(minimum)
+
+
+def test_old_versions_are_refused_by_name(ranks):
+    ranks(1).run(old_version)
+
+
+# -- ablation -------------------------------------------------------------------------------------------------------------
+
+
+def trains_exactly(expected, **settings):
+    result = train(sp=2, **settings)
+    assert result["loss"] == pytest.approx(expected["loss"], rel=2e-5)
+    assert result["state"] == expected["state"]
+
+
+def evaluates_exactly(expected, **settings):
+    metrics = evaluate(sp=2, count=3, eval_batch=2, **settings)["metrics"]
+    assert metrics["eval_loss"] == pytest.approx(expected["metrics"]["eval_loss"], rel=2e-5)
+
+
+def predicts_each_row_once(expected, **settings):
+    assert evaluate(sp=2, count=3, eval_batch=2, **settings)["predictions"].shape == expected["predictions"].shape
+
+
+def loops_exactly(expected, **settings):
+    assert documented_loop(sp=2, **settings)["loss"] == pytest.approx(expected["loss"], rel=2e-5)
+
+
+def refuses_neftune(expected):
+    with pytest.raises(ValueError, match="neftune"):
+        train(engine="ddp", sp=2, steps=1, neftune_noise_alpha=5.0)
+
+
+def refuses_a_bad_model(expected):
+    model = tiny_llama()
+    model.model.layers[0].mlp.register_forward_hook(lambda m, a, out: out + out.cumsum(dim=1))
+    with pytest.raises(ValueError, match="Start-up check"):
+        train(engine="ddp", sp=2, steps=1, model=model)
+
+
+def reports_rows_per_step(expected):
+    def total(trainer):
+        return trainer.get_total_train_batch_size(trainer.args)
+
+    assert train(engine="ddp", sp=2, steps=1, accumulation=2, after=total)["after"] == 2
+
+
+def tells_the_group(expected):
+    from deepspeed.utils import groups
+    from torch import distributed as dist
+
+    def ask(trainer):
+        group = groups._get_sequence_parallel_group()
+        return dist.get_world_size(group), groups._get_sequence_parallel_rank(), groups._get_sequence_parallel_world_size()
+
+    assert train(engine="zero2", sp=2, steps=1, after=ask)["after"] == (2, dist.get_rank(), 2)
+
+
+def accepts_the_real_batch_size(expected):
+    from .trajectory import deepspeed_config
+
+    config = deepspeed_config(2, train_batch_size=2)
+    trains_exactly(expected, steps=2, accumulation=2, engine="ddp", deepspeed=config)
+
+
+_STEPS = (train, dict(steps=2))
+_EPOCHS = dict(steps=-1, num_train_epochs=2, data=rows(3))
+_LOOP = (documented_loop, {})
+_EVALUATION = (evaluate, dict(count=3, eval_batch=2))
+# target -> (behaviour, its settings, reference run, ranks)
+BEHAVIOURS = {
+    "Accelerator.__init__": (trains_exactly, dict(engine="zero2", steps=2), _STEPS, 2),
+    "Accelerator.prepare": (trains_exactly, dict(engine="zero2", steps=2), _STEPS, 2),
+    "Accelerator.prepare_data_loader": (trains_exactly, dict(engine="zero2", steps=2), _STEPS, 2),
+    "accelerator:prepare_data_loader": (trains_exactly, dict(engine="zero2", steps=2), _STEPS, 2),
+    "Accelerator.gather_for_metrics": (predicts_each_row_once, dict(engine="ddp"), _EVALUATION, 2),
+    "Accelerator.deepspeed_ulysses_dl_adapter": (loops_exactly, dict(engine="zero2", loader="adapter"), _LOOP, 2),
+    "Trainer.__init__": (refuses_neftune, {}, None, 2),
+    "Trainer._prepare_inputs": (trains_exactly, dict(engine="ddp", steps=2), _STEPS, 2),
+    "Trainer._get_num_items_in_batch": (trains_exactly, dict(engine="ddp", steps=2), _STEPS, 2),
+    "Trainer.get_total_train_batch_size": (reports_rows_per_step, {}, None, 2),
+    "Trainer.get_sp_size": (trains_exactly, dict(engine="ddp", **_EPOCHS), (train, _EPOCHS), 2),
+    "Trainer.training_step": (refuses_a_bad_model, {}, None, 2),
+    "Trainer.evaluation_loop": (evaluates_exactly, dict(engine="ddp"), _EVALUATION, 2),
+    "functional:all_gather": (loops_exactly, dict(engine="zero2", dp=2), (documented_loop, dict(engine="zero2", dp=2)), 4),
+    "_get_sequence_parallel_group": (tells_the_group, {}, None, 2),
+    "_get_sequence_parallel_rank": (tells_the_group, {}, None, 2),
+    "_get_sequence_parallel_world_size": (tells_the_group, {}, None, 2),
+    "trainer_config_process": (accepts_the_real_batch_size, {}, (train, dict(steps=2, accumulation=2)), 2),
+}
+
+
+def behave(behaviour, expected, settings, without=None):
+    """Run a behaviour, with one row of the table left out or not; `None` when it holds, else what went wrong."""
+    from hf_ulysses.patches import TABLE
+
+    table = TABLE.table
+    TABLE.table = [patch for patch in table if without is None or not patch.target.endswith(without)]
+    assert len(TABLE.table) == len(table) - (without is not None)
+    if expected is not None:
+        # The documented loop logs each data-parallel rank's own loss.
+        expected = expected[int(os.environ["RANK"]) // 2 % len(expected)]
+    try:
+        behaviour(expected, **settings)
+    except BaseException:
+        return traceback.format_exc()
+    finally:
+        import hf_ulysses
+
+        hf_ulysses.disable()
+        TABLE.table = table
+
+
+def test_every_row_has_a_behaviour():
+    from hf_ulysses.patches import TABLE
+
+    assert len(BEHAVIOURS) == len(TABLE.table)
+    assert all(any(patch.target.endswith(name) for name in BEHAVIOURS) for patch in TABLE.table)
+
+
+@pytest.mark.parametrize("target", BEHAVIOURS)
+def test_without_this_row_it_breaks(ranks, target):
+    behaviour, settings, reference, size = BEHAVIOURS[target]
+    expected = None
+    if reference is not None:
+        function, how = reference
+        expected = ranks(how.get("dp", 1)).run(function, **how)
+    assert ranks(size).run(behave, behaviour, expected, settings) == [None] * size
+    broken = ranks(size).run(behave, behaviour, expected, settings, without=target)
+    # Upstream's own sequence parallelism, which ran then, leaves its attention and groups behind in the process.
+    ranks(size).stop()
+    assert any(what is not None for what in broken), f"nothing breaks without {target}"

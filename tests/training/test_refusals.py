@@ -1,0 +1,263 @@
+"""Wrong configurations fail on every rank, before training, with what, why and what to do."""
+
+import pytest
+import torch
+
+from ..ranks import RankFailed
+from .trajectory import deepspeed_config, tiny_llama, train
+
+
+def refusal(settings, model=None, environment=None):
+    """The message of the ValueError that a run ends with; `None` when it trains."""
+    import os
+
+    os.environ.update(environment or {})
+    if model is not None:
+        settings = {**settings, "model": model()}
+    try:
+        train(steps=1, **settings)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def refuse(ranks, match, size=2, **kwargs):
+    messages = ranks(size).run(refusal, kwargs.pop("settings", {}), **kwargs)
+    for message in messages:
+        assert message is not None, "was trained"
+        for part in match if isinstance(match, tuple) else (match,):
+            assert part in message, message
+
+
+def test_sizes_that_do_not_multiply_to_the_ranks(ranks):
+    wanted = ("dp_shard_size=2 x sp_size=2 = 4, but there are 2 processes", "dp_shard_size=1")
+    refuse(ranks, wanted, settings=dict(engine="zero2", sp=2, dp=2))
+
+
+def test_more_ranks_than_heads(ranks):
+    refuse(ranks, ("sp_size=4", "num_attention_heads=2", "[1, 2]"), 4, settings=dict(engine="ddp", sp=4), model=few_heads)
+
+
+def few_heads():
+    return tiny_llama(num_attention_heads=2, num_key_value_heads=1)
+
+
+def missing_engine():
+    from accelerate.utils import ParallelismConfig
+
+    return dict(engine="ddp", sp=1, parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=2))
+
+
+def configured(make, environment=None):
+    import hf_ulysses
+
+    hf_ulysses.enable()
+    return refusal(make(), environment=environment)
+
+
+def test_deepspeed_backend_without_deepspeed(ranks):
+    for message in ranks(2).run(configured, missing_engine):
+        assert "sp_backend='torch'" in message and "DDP" in message
+
+
+def tp_and_sp():
+    from hf_ulysses import ParallelismConfig
+
+    return dict(parallelism_config=ParallelismConfig(sp_size=2, tp_size=2))
+
+
+def cp_and_sp():
+    from accelerate.utils import ParallelismConfig
+
+    return dict(parallelism_config=ParallelismConfig(sp_size=2, cp_size=2))
+
+
+@pytest.mark.parametrize("make,match", [(tp_and_sp, "tp_size=2"), (cp_and_sp, "cp_size=2")])
+def test_other_parallelism_together_with_sp(ranks, make, match):
+    with pytest.raises(RankFailed, match=f"ValueError: .*{match}"):
+        ranks(1).run(configured, make)
+
+
+def test_environment_without_its_switch(ranks):
+    for message in ranks(2).run(configured, dict, environment={"PARALLELISM_CONFIG_SP_SIZE": "2"}):
+        assert "ACCELERATE_USE_PARALLELISM_CONFIG=true" in message
+
+
+DEEPSPEED = [
+    (deepspeed_config(2, offload_param=True), "offload_param"),
+    (deepspeed_config(2, sequence_parallel={"enabled": True}), "sequence_parallel"),
+]
+
+
+@pytest.mark.parametrize("config,match", DEEPSPEED, ids=[match for _, match in DEEPSPEED])
+def test_deepspeed_config(ranks, config, match):
+    refuse(ranks, match, settings=dict(engine="ddp", sp=2, deepspeed=config))
+
+
+TRAINER_ARGUMENTS = [
+    (dict(neftune_noise_alpha=5.0), "neftune_noise_alpha"),
+    (dict(accelerator_config={"dispatch_batches": True}), "dispatch_batches"),
+    (dict(accelerator_config={"split_batches": True}), "split_batches"),
+]
+
+
+@pytest.mark.parametrize("arguments,match", TRAINER_ARGUMENTS, ids=[match for _, match in TRAINER_ARGUMENTS])
+def test_trainer_arguments(ranks, arguments, match):
+    refuse(ranks, match, settings=dict(engine="ddp", sp=2, **arguments))
+
+
+def prompt_tuning():
+    from peft import PromptTuningConfig, get_peft_model
+
+    return get_peft_model(tiny_llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
+def two_devices():
+    model = tiny_llama()
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    return model
+
+
+def bidirectional_splitter():
+    model = tiny_llama()
+    model.config._attn_implementation_internal = "ulysses"
+    return model
+
+
+MODELS = [(prompt_tuning, "virtual tokens"), (two_devices, "device_map"), (bidirectional_splitter, "UlyssesSPAttentionHF")]
+
+
+@pytest.mark.parametrize("model,match", MODELS, ids=[match for _, match in MODELS])
+def test_models(ranks, model, match):
+    refuse(ranks, match, settings=dict(engine="ddp", sp=2), model=model)
+
+
+def trl_trainer(name):
+    """Building one of TRL's other trainers under sequence parallelism."""
+    import tempfile
+
+    import trl
+    from datasets import Dataset
+
+    import hf_ulysses
+
+    from .trajectory import _parallelism, _tokenizer
+
+    hf_ulysses.enable()
+    config = getattr(trl, name.replace("Trainer", "Config"))(
+        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to=[], parallelism_config=_parallelism("ddp", 2, 1)
+    )
+    rows = Dataset.from_list([{"prompt": "<2>", "chosen": "<3>", "rejected": "<4>", "completion": "<5>", "label": True}])
+    model = tiny_llama()
+    if name == "RewardTrainer":
+        from transformers import LlamaForSequenceClassification
+
+        model.config.num_labels = 1
+        model = LlamaForSequenceClassification(model.config)
+    try:
+        getattr(trl, name)(model=model, args=config, train_dataset=rows, processing_class=_tokenizer())
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", ["DPOTrainer", "KTOTrainer", "RewardTrainer"])
+def test_trl_trainers_that_need_whole_rows(ranks, name):
+    for message in ranks(2).run(trl_trainer, name):
+        assert message is not None and f"{name} is not supported" in message
+
+
+def planted(kind):
+    """A model with one fault that nobody has heard of, trained under sequence parallelism."""
+    model = tiny_llama()
+    if kind == "mixes positions":
+        # A causal convolution over positions in a layer that nobody knows.
+        kernel = torch.nn.Conv1d(64, 64, 3, padding=2, groups=64)
+        model.model.layers[0].mlp.mixer = kernel
+
+        def mix(module, args, output):
+            return output + kernel(output.transpose(1, 2))[..., : output.shape[1]].transpose(1, 2)
+
+        model.model.layers[0].mlp.register_forward_hook(mix)
+    if kind == "bypasses the interface":
+
+        def attend(module, args, kwargs, output):
+            states = kwargs["hidden_states"]
+            heads = states.unflatten(-1, (4, 16)).transpose(1, 2)
+            out = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+            return out.transpose(1, 2).flatten(2), None
+
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_hook(attend, with_kwargs=True)
+    if kind == "shifts again":
+
+        def loss_function(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
+            reduction = "sum" if num_items_in_batch is not None else "mean"
+            logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            loss = torch.nn.functional.cross_entropy(logits.float(), labels, reduction=reduction)
+            return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+        model.loss_function = loss_function
+    return model
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+@pytest.mark.parametrize("kind", ["mixes positions", "bypasses the interface", "shifts again"])
+def test_start_up_check_finds_planted_faults(ranks, kind, engine):
+    for message in ranks(2).run(planted_refusal, kind, engine):
+        assert message is not None, "was trained"
+        assert message.startswith("Start-up check")
+
+
+def planted_refusal(kind, engine):
+    return refusal(dict(engine=engine, sp=2), model=lambda: planted(kind))
+
+
+def ignores_the_count(expected=None):
+    """A trainer whose compute_loss is a mean of its own, which does not split over shards."""
+    from transformers import Trainer
+
+    original = Trainer.compute_loss
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        labels = inputs["shift_labels"] if "shift_labels" in inputs else torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+        loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+        return (loss, outputs) if return_outputs else loss
+
+    Trainer.compute_loss = compute_loss
+    try:
+        return refusal(dict(engine="ddp", sp=2))
+    finally:
+        Trainer.compute_loss = original
+
+
+def test_start_up_check_finds_a_loss_that_does_not_split(ranks):
+    for message in ranks(2).run(ignores_the_count):
+        assert message is not None and "num_items_in_batch" in message
+
+
+def check_off(engine):
+    from hf_ulysses import ParallelismConfig, SequenceParallelConfig
+
+    config = ParallelismConfig(
+        sp_backend="torch", sp_size=2, sp_handler=SequenceParallelConfig(startup_check=False)
+    )
+    return refusal(dict(engine="ddp", sp=2, parallelism_config=config), model=lambda: planted("mixes positions"))
+
+
+def test_start_up_check_can_be_switched_off(ranks):
+    assert ranks(2).run(check_off, "ddp") == [None, None]
+
+
+def test_fixed_row_length(ranks):
+    for message in ranks(2).run(fixed_length):
+        assert "sp_seq_length=64" in message and "66 tokens" in message
+
+
+def fixed_length():
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length=64, sp_seq_length_is_variable=False)
+    config = ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler)
+    return refusal(dict(engine="zero2", sp=2, parallelism_config=config))
