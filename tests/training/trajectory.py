@@ -92,7 +92,8 @@ def _parallelism(engine, sp, dp):
 
 
 def train(engine="plain", sp=1, dp=1, accumulation=1, batch=1, kind="trainer", optimizer="sgd", steps=STEPS,
-          data=None, eval_data=None, model=None, before=None, after=None, environment=None, **arguments):  # fmt: skip
+          data=None, eval_data=None, model=None, before=None, after=None, environment=None, packed=False,
+          data_collator=None, **arguments):  # fmt: skip
     """Train and return `{"loss": [...], "grad_norm": [...], "parameters": flat tensor, "log": [...], "exchanges": int}`.
 
     Args:
@@ -141,7 +142,8 @@ def train(engine="plain", sp=1, dp=1, accumulation=1, batch=1, kind="trainer", o
         from trl import SFTConfig, SFTTrainer
 
         settings.setdefault("max_length", None)
-        settings["dataset_kwargs"] = {"skip_prepare_dataset": True}
+        # Packing is done while TRL prepares the dataset; else rows are trained as they are.
+        settings["dataset_kwargs"] = None if packed else {"skip_prepare_dataset": True}
         config = SFTConfig(**settings)
         fsdp_on_cpu(config)
         trainer = SFTTrainer(
@@ -150,11 +152,12 @@ def train(engine="plain", sp=1, dp=1, accumulation=1, batch=1, kind="trainer", o
             train_dataset=_dataset(data),
             eval_dataset=None if eval_data is None else _dataset(eval_data),
             processing_class=_tokenizer(),
+            data_collator=data_collator,
         )
     else:
         config = TrainingArguments(**settings)
         fsdp_on_cpu(config)
-        trainer = Trainer(model, config, train_dataset=data, eval_dataset=eval_data)
+        trainer = Trainer(model, config, train_dataset=data, eval_dataset=eval_data, data_collator=data_collator)
     if before is not None:
         before(trainer)
     trainer.train()
