@@ -36,6 +36,9 @@ def for_full_row(build):
         row = current_row()
         if row is None:
             return build(*args, **kwargs)
+        if "past_key_values" in kwargs and "cache" in signature.parameters:
+            # Renamed in transformers 5.24, whose own wrapper translates; models outside of it still use the old name.
+            kwargs["cache"] = kwargs.pop("past_key_values")
         bound = signature.bind(*args, **kwargs)
         _widen(bound.arguments, row, build.__name__)
         mask = _by_documents(build, bound.arguments, row)
