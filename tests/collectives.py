@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -5,6 +5,8 @@ remains between a sharded and a plain run is the float32 that modelling files in
 where a different order of additions elsewhere can flip a last bit.
 """
 
+import inspect
+
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -90,6 +92,18 @@ def build(family="llama", attn="sdpa", dtype=torch.float64, **changes):
             # Larger than a real initialisation, so that attention is far from uniform and biases and sinks matter.
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
+
+
+def build_mask(build, config, inputs_embeds, attention_mask, position_ids):
+    """Call a `create_*_mask` function of transformers, whatever this version calls its arguments; there is no cache."""
+    names = inspect.signature(build).parameters
+    embeds = {"inputs_embeds" if "inputs_embeds" in names else "input_embeds": inputs_embeds}
+    given = dict(
+        cache=None, past_key_values=None, cache_position=torch.arange(inputs_embeds.shape[1]), position_ids=position_ids
+    )
+    return build(
+        config, **embeds, attention_mask=attention_mask, **{name: given[name] for name in given if name in names}
+    )
 
 
 def checkpoint(model, reentrant=False):

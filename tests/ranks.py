@@ -9,7 +9,7 @@
 2. Each rank has its own default gloo group, met through a file, and the environment a launcher would set.
 3. `run` sends the function to all ranks and waits. The earliest failure is raised in the parent with the rank's
    traceback and output; a rank that dies is an error; after the time limit the error shows where every rank stood.
-4. After a failure the pool is thrown away and the next `run` starts a new one: no rank is ever left half in a collective.
+4. After a failure the pool is thrown away and the next `run` starts a new one: no rank stays half in a collective.
 
 `ranks(1)` is one plain process, without a process group and without the launcher's environment: the reference.
 """
@@ -116,7 +116,9 @@ class Pool:
         raised = sorted((rank for rank in self._ranks if rank.failure), key=lambda rank: rank.failure[0])
         if not raised:
             stacks = [f"--- rank {rank.number} stood at:\n{rank.stack()}" for rank in self._ranks if rank.running]
-            return RankFailed("\n".join([f"no answer from all ranks after {timeout} s", *stacks, self._ranks[0].output()]))
+            return RankFailed(
+                "\n".join([f"no answer from all ranks after {timeout} s", *stacks, self._ranks[0].output()])
+            )
         first = (dead or raised)[0]
         others = {rank.number: rank.failure[1].strip().splitlines()[-1] for rank in raised if rank is not first}
         rest = "".join(f"\n--- rank {number}: {line}" for number, line in sorted(others.items()))
@@ -176,7 +178,7 @@ def _free_port():
         return probe.getsockname()[1]
 
 
-# -- in the rank process ------------------------------------------------------------------------------------------------
+# -- in the rank process ----------------------------------------------------------------------------------------------
 
 
 def _rank_main(connection, rank, size, port, folder):
@@ -218,7 +220,11 @@ def _join_world(rank, size, port, folder):
     )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT),
     )
 
 

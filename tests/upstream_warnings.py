@@ -12,7 +12,11 @@ EXCEPTIONS = [
     ("`torch.distributed._all_gather_base", FutureWarning, "called by DeepSpeed"),
     ("`torch.distributed._reduce_scatter_base", FutureWarning, "called by DeepSpeed"),
     ("`is_gradient_checkpointing` is deprecated", FutureWarning, "read by PEFT 0.21"),
-    (".*Function'> should not be instantiated", DeprecationWarning, "torch.compile does while it traces autograd functions"),
+    (
+        ".*Function'> should not be instantiated",
+        DeprecationWarning,
+        "torch.compile does while it traces autograd functions",
+    ),
 ]
 
 

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_ulysses
 
-from ..models import packed_positions
+from ..models import build_mask, packed_positions
 from .steps import average, gradients, residual
 
 # Data movement is bitwise and attention sees the same numbers head by head; what may differ is the order in which a
@@ -57,7 +57,11 @@ class Attention(nn.Module):
     def __init__(self, case):
         super().__init__()
         (num_heads, num_kv_heads), (qk_size, v_size) = case.heads, case.sizes
-        self.case, self.num_key_value_groups, self.is_causal = case, num_heads // num_kv_heads, case.mask != "bidirectional"
+        self.case, self.num_key_value_groups, self.is_causal = (
+            case,
+            num_heads // num_kv_heads,
+            case.mask != "bidirectional",
+        )
         self.q, self.k, self.v = (
             nn.Linear(8, n, bias=False) for n in (num_heads * qk_size, num_kv_heads * qk_size, num_kv_heads * v_size)
         )
@@ -70,19 +74,19 @@ class Attention(nn.Module):
             linear(inputs_embeds).unflatten(-1, (-1, size)).transpose(1, 2)
             for linear, size in ((self.q, qk_size), (self.k, qk_size), (self.v, v_size))
         )
-        mask = self.build_mask(inputs_embeds, attention_mask, position_ids)
+        mask = self.mask(inputs_embeds, attention_mask, position_ids)
         core = eager_attention_forward if self.case.attn == "eager" else ALL_ATTENTION_FUNCTIONS[self.case.attn]
         softcap = {} if self.case.softcap is None else {"softcap": self.case.softcap}
         return core(self, query, key, value, mask, scaling=0.3, dropout=0.0, **softcap, **kwargs)[0]
 
-    def build_mask(self, inputs_embeds, attention_mask, position_ids):
-        if self.case.mask == "bidirectional":
-            mask = create_bidirectional_mask(self.settings, inputs_embeds, attention_mask)
-        else:
-            builders = dict(
-                causal=create_causal_mask, sliding=create_sliding_window_causal_mask, chunked=create_chunked_causal_mask
-            )
-            mask = builders[self.case.mask](self.settings, inputs_embeds, attention_mask, None, position_ids=position_ids)
+    def mask(self, inputs_embeds, attention_mask, position_ids):
+        builders = dict(
+            causal=create_causal_mask,
+            sliding=create_sliding_window_causal_mask,
+            chunked=create_chunked_causal_mask,
+            bidirectional=create_bidirectional_mask,
+        )
+        mask = build_mask(builders[self.case.mask], self.settings, inputs_embeds, attention_mask, position_ids)
         if self.case.bias:  # One slope per head, as in ALiBi.
             mask = mask + self.slopes[:, None, None] * torch.arange(mask.shape[-1], dtype=mask.dtype)
         return mask

@@ -20,7 +20,7 @@ def full_tensors(seed, dtype, *shapes):
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-# -- the ways in which models lay out their heads; each takes the contiguous (B, heads, s, size) -------------------------
+# -- the ways in which models lay out their heads; each takes the contiguous (B, heads, s, size) ----------------------
 
 
 def contiguous(query, key, value):
@@ -142,7 +142,9 @@ class Threads:
             raise next((e for e in self.errors if not isinstance(e, threading.BrokenBarrierError)), self.errors[0])
 
 
-@pytest.mark.parametrize("heads, size", [((8, 2), 8), ((12, 2), 8), ((40, 8), 16), ((16, 4), 16), ((28, 4), 8)], ids=str)
+@pytest.mark.parametrize(
+    "heads, size", [((8, 2), 8), ((12, 2), 8), ((40, 8), 16), ((16, 4), 16), ((28, 4), 8)], ids=str
+)
 def test_more_ranks_than_this_machine_has(monkeypatch, heads, size):
     """Case 18."""
     world = Threads(size)
@@ -164,7 +166,7 @@ def test_a_core_that_ignores_one_of_the_three(ranks):
     assert ranks(2).run(gradient_of_some, [1]) == [[[0.0], [1.0], [0.0]]] * 2
 
 
-# -- cost ---------------------------------------------------------------------------------------------------------------
+# -- cost -------------------------------------------------------------------------------------------------------------
 
 
 def cost(num_heads, num_kv_heads, B, s, D):
@@ -175,7 +177,9 @@ def cost(num_heads, num_kv_heads, B, s, D):
     saved = []
     with (
         Collectives() as forward,
-        torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.shape) or tensor, lambda tensor: tensor),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: saved.append(tensor.shape) or tensor, lambda tensor: tensor
+        ),
     ):
         query_BhSD, key_BgSD, value_BgSD = gather_seq_scatter_heads(query, key, value, exchange)
         out = gather_heads_scatter_seq(query_BhSD.transpose(1, 2), exchange)

@@ -1,4 +1,4 @@
-"""The loss: equal on all ranks, the row's token mean, its gradient right after averaging; and gathering, its companion."""
+"""The loss: the row's token mean, equal on all ranks, with the right gradient after averaging. And gathering."""
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ def test_the_dtype_is_kept(ranks, dtype):
     assert ranks(2).run(dtype_of, dtype) == [(dtype, 2.0, 1.0)] * 2
 
 
-# -- gather -------------------------------------------------------------------------------------------------------------
+# -- gather -----------------------------------------------------------------------------------------------------------
 
 
 def gathered(dim, length, dtype):
@@ -96,7 +96,9 @@ def gathered(dim, length, dtype):
         return wire.names
     weights = expected.cos()
     (result * weights).sum().backward()
-    wanted = torch.cat([weights, weights.new_zeros(full.shape).narrow(dim, 0, full.shape[dim] - expected.shape[dim])], dim)
+    wanted = torch.cat(
+        [weights, weights.new_zeros(full.shape).narrow(dim, 0, full.shape[dim] - expected.shape[dim])], dim
+    )
     # Every rank computes the same loss of the full row, and its part's gradient is the sum over all of them.
     torch.testing.assert_close(part.grad, wanted.narrow(dim, rank * s, s) * size, rtol=0, atol=0)
     return wire.names

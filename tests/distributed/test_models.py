@@ -26,7 +26,7 @@ def test_three_packed_documents_over_four_ranks(ranks, family, attn):
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("family, attn", PAIRS)
 def test_padded_rows(ranks, family, attn, side):
-    """Case 9, case 21: three different rows of 20 to 34 tokens, no position_ids in the batch; four ranks pad them again.
+    """Cases 9, 21: three different rows of 20 to 34 tokens, no position_ids in the batch; four ranks pad them again.
 
     The last token of padding on the left predicts the first real one, so what a query without keys returns counts, too.
     """

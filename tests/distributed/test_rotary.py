@@ -26,7 +26,10 @@ LONGROPE = dict(
 BATCHES = {
     "short, long, short": [batch_of(1, 15), batch_of(1, 33), batch_of(1, 13)],
     "growing": [batch_of(2, 21), batch_of(2, 33), batch_of(2, 61)],
-    "packed": [batch_of(1, 33, position_ids=packed_positions(13, 20)), batch_of(1, 33, position_ids=packed_positions(18, 15))],
+    "packed": [
+        batch_of(1, 33, position_ids=packed_positions(13, 20)),
+        batch_of(1, 33, position_ids=packed_positions(18, 15)),
+    ],
     "padded": [padded(batch_of(2, 33), real=[9, 33], side="right")],
 }
 

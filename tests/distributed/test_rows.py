@@ -1,4 +1,4 @@
-"""Rows of any kind through a sharded Llama step: lengths, targets, packing, padding; loss and gradients as in one process."""
+"""Rows of any kind through a sharded Llama step: lengths, targets, packing, padding. Loss and gradients as in one."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import torch.distributed as dist
 import hf_ulysses
 
 from ..models import batch_of, build, packed_positions, padded
-from .steps import Step, assert_same, average, compare, gradients, of_real_tokens, residual, sharded, whole
+from .steps import Step, assert_same, average, compare, gradients, of_real_tokens, residual, sharded
 
 IGNORED = -100
 
@@ -20,7 +20,7 @@ def targets_at(*positions, length=33, batch_size=1):
     return {**batch, "labels": batch["labels"].where(keep, IGNORED)}
 
 
-# -- lengths ------------------------------------------------------------------------------------------------------------
+# -- lengths ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -37,7 +37,9 @@ def step(batch, training=True):
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("batch", [batch_of(1, 1), batch_of(3, 1), targets_at(), targets_at(0)], ids=["1", "1x3", "none", "first"])
+@pytest.mark.parametrize(
+    "batch", [batch_of(1, 1), batch_of(3, 1), targets_at(), targets_at(0)], ids=["1", "1x3", "none", "first"]
+)
 def test_nothing_to_learn_is_zero_not_nan(ranks, batch, training):
     """Case 4, and rows of one token: their only label has no token in front of it."""
     for result in ranks(4).run(step, batch, training):
@@ -45,7 +47,7 @@ def test_nothing_to_learn_is_zero_not_nan(ranks, batch, training):
         assert all((gradient == 0).all() for gradient in result.gradients.values())
 
 
-# -- targets ------------------------------------------------------------------------------------------------------------
+# -- targets ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -79,7 +81,7 @@ def with_token(batch, position, token):
     return changed
 
 
-# -- documents ----------------------------------------------------------------------------------------------------------
+# -- documents --------------------------------------------------------------------------------------------------------
 
 
 def boundaries(*lengths):
@@ -122,7 +124,7 @@ def test_a_batch_of_packed_rows(ranks, size):
 
 
 def test_positions_and_a_mask_of_the_user(ranks):
-    """Left-padded rows whose positions start at the first real token: the mask is given, so no documents are guessed."""
+    """Left-padded rows whose positions start at the first real token: a mask is given, so none is guessed."""
     batch = padded(batch_of(2, 21), real=[10, 21], side="left")
     batch["position_ids"] = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     compare(ranks, 4, batch)
@@ -136,7 +138,7 @@ def test_embeddings_instead_of_tokens(ranks):
     compare(ranks, 4, batch)
 
 
-# -- several rows: groups, accumulation, counts -------------------------------------------------------------------------
+# -- several rows: groups, accumulation, counts -----------------------------------------------------------------------
 
 ROWS = [targets_at(*range(n), length=21) for n in (2, 6, 21, 4)]
 NUM_TARGETS = sum(int((row["labels"][:, 1:] != IGNORED).sum()) for row in ROWS)
@@ -160,7 +162,7 @@ def accumulated_on_groups(rows, num_items):
     num_groups = len(pairs)
     losses = []
     with hf_ulysses.attach(model, pairs[mine]) as sp:
-        for row in rows[mine :: num_groups]:
+        for row in rows[mine::num_groups]:
             part = sp.shard(row)
             output = model(**part, num_items_in_batch=num_items)
             # The count is of the whole step; gradients are averaged over the groups, too.

@@ -19,7 +19,7 @@ DYNAMIC = dict(
 )
 
 
-# -- gradient checkpointing ---------------------------------------------------------------------------------------------
+# -- gradient checkpointing -------------------------------------------------------------------------------------------
 
 
 def checkpointed(batch, reentrant, **kind):
@@ -42,7 +42,7 @@ def test_gradient_checkpointing(ranks, kind, reentrant):
     assert_same(ranks(2).run(checkpointed, PACKED, reentrant, **kind), reference)
 
 
-# -- PEFT ---------------------------------------------------------------------------------------------------------------
+# -- PEFT -------------------------------------------------------------------------------------------------------------
 
 
 def with_lora(batch, attached, checkpointing):
@@ -70,7 +70,7 @@ def test_lora(ranks, checkpointing):
     assert_same(ranks(2).run(with_lora, PACKED, True, checkpointing), reference)
 
 
-# -- DDP and FSDP2 over all ranks, sequence parallel over pairs of them -------------------------------------------------
+# -- DDP and FSDP2 over all ranks, sequence parallel over pairs of them -----------------------------------------------
 
 ROWS = [batch_of(1, 33, seed=seed) for seed in (1, 2)]
 
@@ -144,7 +144,7 @@ def test_engines_that_average_over_all_ranks(ranks, size, wrapped, attach_first,
         assert max(residual(step.gradients[name], reference.gradients[name]) for name in reference.gradients) < 2e-6
 
 
-# -- mixed precision and compilation ------------------------------------------------------------------------------------
+# -- mixed precision and compilation ----------------------------------------------------------------------------------
 
 
 def under_autocast(batch, attached, **kind):

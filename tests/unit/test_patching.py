@@ -56,7 +56,10 @@ def test_apply_and_undo_by_identity(library):
     [
         (patch("gone"), "some_library:gone does not exist in some_library 3.2.1"),
         (patch("Owner.inherited"), "some_library:Owner.inherited does not exist in some_library 3.2.1"),
-        (patch("Owner.method", ("x", "y")), r"some_library:Owner.method in some_library 3.2.1 lacks the parameters \['y'\]"),
+        (
+            patch("Owner.method", ("x", "y")),
+            r"some_library:Owner.method in some_library 3.2.1 lacks the parameters \['y'\]",
+        ),
     ],
 )
 def test_nothing_is_applied_unless_all_can_be(library, broken, message):

@@ -102,7 +102,9 @@ def test_a_rank_that_dies(ranks):
 
 def test_a_rank_that_hangs_says_where(ranks):
     start = time.monotonic()
-    with pytest.raises(RankFailed, match="(?s)no answer .* after 1 s.*rank 0 stood at.*in hang.*rank 1 stood at.*in hang"):
+    with pytest.raises(
+        RankFailed, match="(?s)no answer .* after 1 s.*rank 0 stood at.*in hang.*rank 1 stood at.*in hang"
+    ):
         ranks(2).run(hang, timeout=1)
     assert time.monotonic() - start < 30
 

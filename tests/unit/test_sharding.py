@@ -1,4 +1,4 @@
-"""Batch -> shard without ranks: what all shards together hold is the padded row, shifted and numbered as it was whole."""
+"""Batch -> shard without ranks: all shards together are the padded row, shifted and numbered while it was whole."""
 
 import copy
 
@@ -101,7 +101,7 @@ def test_shift_labels_of_the_user_are_kept():
     assert joined(shards, "shift_labels").tolist() == [[-100, 7, 8, -100, 9, -100]]
 
 
-# -- positions and documents --------------------------------------------------------------------------------------------
+# -- positions and documents ------------------------------------------------------------------------------------------
 
 
 def test_a_packed_row_gets_its_padding_as_one_dummy_document():
@@ -132,7 +132,12 @@ def test_the_padding_does_not_raise_the_rows_largest_position():
 def test_boundaries_are_the_full_rows(as_tensor):
     cu_seq_lens = torch.tensor([0, 2, 5], dtype=torch.int32)
     longest = torch.tensor(3) if as_tensor else 3
-    given = {"cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens, "max_length_q": longest, "max_length_k": longest}
+    given = {
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
     for shard in all_shards(full_batch(1, 5, **given), 4):
         assert not set(given) & set(shard), "a boundary of the full row would mislead whoever sees only a shard"
         boundaries = shard[ROW_KEY].boundaries
@@ -148,11 +153,15 @@ def test_a_dummy_document_longer_than_all_others():
     assert all_shards(full_batch(1, 1, **given), 4)[0][ROW_KEY].boundaries["max_length_q"] == 3
 
 
-# -- what is cut and what is not ----------------------------------------------------------------------------------------
+# -- what is cut and what is not --------------------------------------------------------------------------------------
 
 
 def test_every_per_token_tensor_is_cut_whatever_its_name():
-    more = {"token_type_ids": torch.arange(10).view(2, 5), "completion_mask": torch.ones(2, 5), "x": torch.rand(2, 5, 3)}
+    more = {
+        "token_type_ids": torch.arange(10).view(2, 5),
+        "completion_mask": torch.ones(2, 5),
+        "x": torch.rand(2, 5, 3),
+    }
     shards = all_shards(full_batch(2, 5, **more), 2)
     for key, value in more.items():
         whole = torch.cat([shard[key] for shard in shards], dim=1)
@@ -160,7 +169,13 @@ def test_every_per_token_tensor_is_cut_whatever_its_name():
 
 
 def test_what_has_no_token_dimension_is_passed_on():
-    more = {"num_items_in_batch": torch.tensor(7), "weight": torch.rand(2), "names": ["a", "b"], "flag": True, "no": None}
+    more = {
+        "num_items_in_batch": torch.tensor(7),
+        "weight": torch.rand(2),
+        "names": ["a", "b"],
+        "flag": True,
+        "no": None,
+    }
     for shard in all_shards(full_batch(2, 5, **more), 2):
         assert all(shard[key] is value for key, value in more.items())
 
@@ -187,7 +202,10 @@ ERRORS = {
     "encoder-decoder": (full_batch(1, 4, decoder_input_ids=torch.ones(1, 4)), "'decoder_input_ids'.*encoder-decoder"),
     "4-D mask": (full_batch(1, 4, attention_mask=torch.ones(1, 1, 4, 4)), r"\(1, 1, 4, 4\).*2-D padding mask"),
     "labels per row": ({"input_ids": torch.ones(2, 4), "labels": torch.ones(2)}, r"labels of shape \(2,\)"),
-    "labels of another length": ({"input_ids": torch.ones(2, 4), "labels": torch.ones(2, 3)}, r"labels of shape \(2, 3\)"),
+    "labels of another length": (
+        {"input_ids": torch.ones(2, 4), "labels": torch.ones(2, 3)},
+        r"labels of shape \(2, 3\)",
+    ),
     "tokens elsewhere": (full_batch(2, 5, odd=torch.ones(5, 2)), r"'odd' of shape \(5, 2\).*over 2 sequence ranks"),
 }
 
@@ -205,7 +223,7 @@ def test_one_length_only():
         shard_batch(full_batch(1, 6), 0, 2, seq_length=8)
 
 
-# -- the row ------------------------------------------------------------------------------------------------------------
+# -- the row ----------------------------------------------------------------------------------------------------------
 
 
 def checksum(tokens):
@@ -228,10 +246,19 @@ def test_the_checksum_tells_rows_apart(dtype):
 
 def test_a_row_can_be_moved_like_a_tensor():
     """Loops that do `{key: value.to(device) for key, value in batch.items()}` must keep the row intact."""
-    given = {"attention_mask": torch.ones(1, 5, dtype=torch.long), "cu_seq_lens_q": torch.tensor([0, 5]), "max_length_q": 5}
+    given = {
+        "attention_mask": torch.ones(1, 5, dtype=torch.long),
+        "cu_seq_lens_q": torch.tensor([0, 5]),
+        "max_length_q": 5,
+    }
     row = shard_batch(full_batch(1, 5, **given), 0, 2)[ROW_KEY]
     row.verified = True
-    for moved in (row.to("meta"), row.to(torch.device("meta")), row.to("meta", non_blocking=True), row.to(device="meta")):
+    for moved in (
+        row.to("meta"),
+        row.to(torch.device("meta")),
+        row.to("meta", non_blocking=True),
+        row.to(device="meta"),
+    ):
         assert isinstance(moved, Row) and moved is not row and moved.verified
         tensors = (moved.position_ids, moved.attention_mask, moved.checksum, moved.boundaries["cu_seq_lens_q"])
         assert all(tensor.device.type == "meta" for tensor in tensors)
