@@ -8,8 +8,8 @@ Before attention a rank holds `s = S / sp_size` tokens of all heads; attention w
 1. The wire layout is sequence-major, `[s, B, columns]` per peer, `columns` being query, key and value side by side.
 2. Sequence to heads (`_to_heads`): packed once. What arrives from the peers, in rank order, *is* `[S, B, columns]`:
    attention reads it in place, for any batch size.
-3. Heads to sequence (`_to_sequence`): packed once for the other ranks, unpacked once. What this rank owns of both the
-   sequence and the heads goes straight from attention's memory to its place.
+3. Heads to sequence (`_to_sequence`): packed once for the other ranks, unpacked once. What is this rank's both before
+   and after goes straight to its place.
 4. Backward of one is the other. Nothing is kept for it but shapes; gradients of a replicated KV head are summed by the
    owner of the sequence shard, once.
 
@@ -100,11 +100,11 @@ class _HeadsToSeq(torch.autograd.Function):
         return None, grad_BhSE.transpose(1, 2)
 
 
-# -- the two moves: query, key and value, or the output alone -----------------------------------------------------------
+# -- the two moves: of query, key and value together, or of the output alone --------------------------------------------
 
 
 class _Columns:
-    """The tensors' heads of one share, side by side in the last dimension of a `[rows, B, columns]` buffer."""
+    """The tensors' heads of one share, side by side in the last dimension of a `[..., rows, B, columns]` buffer."""
 
     def __init__(self, share: HeadShare, tensors):
         self.heads = (share.query, share.kv, share.kv)[: len(tensors)]
@@ -113,77 +113,110 @@ class _Columns:
         self.total = sum(self.widths)
 
     def views(self, buffer):
-        """The parts of `buffer`, one per tensor, as `[B, heads, rows, size]`."""
+        """The parts of `buffer`, one per tensor, as `[..., B, heads, rows, size]`."""
         parts = buffer.split(self.widths, dim=-1)
-        return [part.unflatten(-1, (-1, size)).permute(1, 2, 0, 3) for part, size in zip(parts, self.sizes)]
+        return [part.unflatten(-1, (-1, size)).movedim(-4, -2) for part, size in zip(parts, self.sizes)]
 
 
 def _to_heads(tensors, exchange):
     """`[B, all heads, s, size]` of each tensor -> `[B, this rank's heads, S, size]`, views of one buffer."""
     B, _, s, _ = tensors[0].shape
+    rank, P = exchange.rank, len(exchange.shares)
     columns = [_Columns(share, tensors) for share in exchange.shares]
-    mine = columns[exchange.rank].total
-    send_sizes = [s * B * c.total for c in columns]
-    receive_sizes = [s * B * mine] * len(columns)
-    receive = _all_to_all(_packed_by_heads(tensors, columns, send_sizes), send_sizes, receive_sizes, exchange.group)
-    return columns[exchange.rank].views(receive.view(-1, B, mine))
+    mine = columns[rank]
+    send_sizes, receive_sizes = [s * B * c.total for c in columns], [s * B * mine.total] * P
+    buffer = tensors[0].new_empty(P * s, B, mine.total)
+    receive = buffer
+    if rank in (0, P - 1):
+        # What travels lies in one piece, so only at either end of the row this rank's own part need not travel too.
+        send_sizes[rank] = receive_sizes[rank] = 0
+        receive = buffer[s:] if rank == 0 else buffer[:-s]
+        for view, heads, tensor in zip(mine.views(buffer[rank * s : (rank + 1) * s]), mine.heads, tensors):
+            view.copy_(tensor[:, heads])
+    send = _packed_by_heads(tensors, columns, send_sizes)
+    dist.all_to_all_single(receive.view(-1), send, receive_sizes, send_sizes, group=exchange.group)
+    return mine.views(buffer)
 
 
 def _to_sequence(tensors, exchange):
     """`[B, this rank's heads, S, size]` of each tensor -> `[B, all heads, s, size]`; replicated heads are summed."""
     B, _, S, _ = tensors[0].shape
+    rank, P = exchange.rank, len(exchange.shares)
+    s = S // P
+    own = slice(rank * s, (rank + 1) * s)
     columns = [_Columns(share, tensors) for share in exchange.shares]
-    rank, s = exchange.rank, S // len(columns)
-    send_sizes = [s * B * columns[rank].total] * len(columns)
-    receive_sizes = [s * B * c.total for c in columns]
+    send_sizes, receive_sizes = [s * B * columns[rank].total] * P, [s * B * c.total for c in columns]
     send_sizes[rank] = receive_sizes[rank] = 0
-    send = _packed_by_rows(tensors, columns[rank], rank * s, (rank + 1) * s)
-    receive = _all_to_all(send, send_sizes, receive_sizes, exchange.group)
-    del send
+    send = _packed_by_rows(tensors, columns[rank], own)
+    receive = send.new_empty(sum(receive_sizes))
+    dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=exchange.group)
+    del send  # Before the results are allocated.
 
-    # The memory layout that models give their heads, [B, s, heads, size]: what follows (transpose, view, linear) needs
-    # no copy.
-    totals = [heads.stop for heads in columns[-1].heads]
-    results = [
-        tensor.new_empty(B, s, total, tensor.shape[-1]).transpose(1, 2) for tensor, total in zip(tensors, totals)
-    ]
-    written = [0] * len(results)
-    for source, (piece, c) in enumerate(zip(receive.split(receive_sizes), columns)):
-        if source == rank:
-            parts = [tensor[:, :, rank * s : (rank + 1) * s] for tensor in tensors]
-        else:
-            parts = c.views(piece.view(s, B, c.total))
-        for i, (part, heads) in enumerate(zip(parts, c.heads)):
-            # Shares are in head order: what lies before `written` has been filled by another replica of the head.
-            again = max(min(written[i], heads.stop) - heads.start, 0)
-            if again:
-                results[i][:, heads.start : heads.start + again] += part[:, :again]
-            results[i][:, heads.start + again : heads.stop].copy_(part[:, again:])
-            written[i] = max(written[i], heads.stop)
-    return results
+    kept = range(rank, rank + 1), [tensor[None, :, :, own] for tensor in tensors]
+    travelled = _runs(receive, receive_sizes, columns, s, B)
+    return _unpacked(sorted([kept, *travelled], key=lambda part: part[0].start), columns)
 
 
 def _packed_by_heads(tensors, columns, sizes):
-    """For every rank its heads of this rank's rows."""
+    """For every rank (of those with a size) its heads of this rank's rows."""
     B, _, s, _ = tensors[0].shape
     send = tensors[0].new_empty(sum(sizes))
-    for piece, c in zip(send.split(sizes), columns):
-        for view, heads, tensor in zip(c.views(piece.view(s, B, c.total)), c.heads, tensors):
-            view.copy_(tensor[:, heads])
+    for run, views in _runs(send, sizes, columns, s, B):
+        for view, heads, tensor in zip(views, columns[run.start].heads, tensors):
+            view.copy_(_of_run(tensor, heads, run))
     return send
 
 
-def _packed_by_rows(tensors, columns, start, stop):
-    """For every other rank its rows of this rank's heads: all but those from `start` to `stop`."""
+def _packed_by_rows(tensors, columns, own):
+    """For every other rank its rows of this rank's heads: all rows but this rank's `own`."""
     B, _, S, _ = tensors[0].shape
-    send = tensors[0].new_empty(S - (stop - start), B, columns.total)
+    send = tensors[0].new_empty(S - (own.stop - own.start), B, columns.total)
     for view, tensor in zip(columns.views(send), tensors):
-        view[:, :, :start].copy_(tensor[:, :, :start])
-        view[:, :, start:].copy_(tensor[:, :, stop:])
+        view[:, :, : own.start].copy_(tensor[:, :, : own.start])
+        view[:, :, own.start :].copy_(tensor[:, :, own.stop :])
     return send.view(-1)
 
 
-def _all_to_all(send, send_sizes, receive_sizes, group):
-    receive = send.new_empty(sum(receive_sizes))
-    dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=group)
-    return receive
+def _unpacked(parts, columns):
+    """All ranks' heads of this rank's rows, from `parts` in rank order: a run and its views, one per tensor."""
+    _, B, _, s, _ = parts[0][1][0].shape
+    # In the memory layout that models give their heads, [B, s, heads, size]: what follows (transpose, view, linear)
+    # needs no copy.
+    results = [
+        parts[0][1][0].new_empty(B, s, heads.stop, size).transpose(1, 2)
+        for heads, size in zip(columns[-1].heads, columns[-1].sizes)
+    ]
+    written = [0] * len(results)
+    for run, views in parts:
+        for i, (view, heads) in enumerate(zip(views, columns[run.start].heads)):
+            # Shares are in head order: what lies before `written` has been filled by another replica of the head.
+            again = max(min(written[i], heads.stop) - heads.start, 0)
+            result = _of_run(results[i], heads, run)
+            if again:
+                result[:, :, :again] += view[:, :, :again]
+            result[:, :, again:].copy_(view[:, :, again:])
+            written[i] = max(written[i], heads.start + len(run) * (heads.stop - heads.start))
+    return results
+
+
+def _runs(buffer, sizes, columns, s, B):
+    """Cut a send or receive buffer into runs of ranks: neighbours with even shares, which one strided copy serves.
+
+    Yields the run (`range` of ranks; ranks of size zero left out) and its part of the buffer, one view per tensor as
+    `[run, B, heads, s, size]`.
+    """
+    even = all(heads.stop == len(columns) * (heads.stop - heads.start) for heads in columns[-1].heads)
+    runs = []
+    for rank in (rank for rank, size in enumerate(sizes) if size):
+        if even and runs and runs[-1].stop == rank:
+            runs[-1] = range(runs[-1].start, rank + 1)
+        else:
+            runs.append(range(rank, rank + 1))
+    for run, piece in zip(runs, buffer.split([len(run) * sizes[run.start] for run in runs])):
+        yield run, columns[run.start].views(piece.view(len(run), s, B, -1))
+
+
+def _of_run(tensor, heads, run):
+    """The heads of a run's ranks: `[B, all heads, ...]` -> `[run, B, heads, ...]`; `heads`: those of its first rank."""
+    count = heads.stop - heads.start
+    return tensor[:, heads.start : heads.start + len(run) * count].unflatten(1, (len(run), count)).movedim(1, 0)
