@@ -17,6 +17,7 @@ EXCEPTIONS = [
         DeprecationWarning,
         "torch.compile does while it traces autograd functions",
     ),
+    ("_compile flag on create_block_mask", DeprecationWarning, "set by transformers where it makes flex masks"),
 ]
 
 
