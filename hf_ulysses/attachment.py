@@ -14,6 +14,7 @@ which they find attention functions and mask builders. A deepcopy of the model i
 import inspect
 import sys
 import weakref
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from .attention import exchanging
 from .gather import all_gather_single, gather_sequence
 from .loss import reduce_loss
 from .masks import BUILDERS, for_full_row
+from .outside_loss import LossRule
 from .patching import Names
 from .rotary import depends_on_positions, feed_full_row
 from .row import ROW_KEY, current_row, hold, release
@@ -54,6 +56,9 @@ class Attachment:
         self.seq_length, self.require_shards = seq_length, require_shards
         self.exchanges = 0
         self._model = weakref.ref(model)
+        # Found out by the trainer's start-up check.
+        self.checked, self.loss_rule = False, LossRule()
+        self._random_state = None
         self._verifications = 0
         self._held, self._handles, self._entered = [], [], []
 
@@ -116,6 +121,23 @@ class Attachment:
 
     def __exit__(self, *exc):
         self.detach()
+
+    @contextmanager
+    def own_randomness(self):
+        """Inside, dropout and noise draw from a stream of this rank's own; outside, the ranks of a group stay in step.
+
+        Shards of a row that drew from one stream would share their dropout masks; data pipelines have to draw alike.
+        """
+        shared = torch.get_rng_state()
+        if self._random_state is None:
+            torch.manual_seed(torch.initial_seed() + self.rank)
+        else:
+            torch.set_rng_state(self._random_state)
+        try:
+            yield
+        finally:
+            self._random_state = torch.get_rng_state()
+            torch.set_rng_state(shared)
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 

@@ -7,12 +7,11 @@ averages. So training needs no other change. Where no count reaches the loss (it
 """
 
 import functools
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
-import torch.distributed as dist
 
-from . import support
+from . import outside_loss, support
 from .in_accelerate import attach_model, gathering_rows, view_of
 from .row import ROW_KEY
 from .sharding import is_sharded
@@ -84,6 +83,18 @@ def wrap_sp_size(original):
     return get_sp_size
 
 
+def wrap_track_tokens(original):
+    @functools.wraps(original)
+    def _track_num_input_tokens(self, inputs):
+        before, view = self.state.num_input_tokens_seen, view_of_trainer(self)
+        original(self, inputs)
+        if view is not None:
+            # Gathered over all ranks, each row of which sp_size ranks have counted whole.
+            self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // view.sp_size
+
+    return _track_num_input_tokens
+
+
 def wrap_training_step(original):
     @functools.wraps(original)
     def training_step(self, model, inputs, *args, **kwargs):
@@ -91,13 +102,29 @@ def wrap_training_step(original):
         if view is None:
             return original(self, model, inputs, *args, **kwargs)
         attachment = attachment_of_trainer(self)
-        if view.startup_check and not getattr(attachment, "checked", False):
-            check_first_step(self, attachment, model, self._prepare_input(inputs))
+        if view.startup_check and not attachment.checked:
+            attachment.loss_rule = check_first_step(self, attachment, model, self._prepare_input(inputs))
             attachment.checked = True
-        with _loss_of_the_row(self, attachment):
+        with _loss_of_the_row(self, attachment), _noise_of_the_row(self, inputs), attachment.own_randomness():
             return original(self, model, inputs, *args, **kwargs)
 
     return training_step
+
+
+@contextmanager
+def _noise_of_the_row(trainer, inputs):
+    """NEFTune scales its noise with alpha / sqrt(tokens * size) of what it sees, a shard: alpha such that it is the row's."""
+    embeddings = trainer.model.get_input_embeddings() if hasattr(trainer.model, "get_input_embeddings") else None
+    alpha = getattr(embeddings, "neftune_noise_alpha", None)
+    if alpha is None or is_sharded(inputs):
+        yield
+        return
+    length, size = inputs["input_ids"].shape[1], view_of_trainer(trainer).sp_size
+    embeddings.neftune_noise_alpha = alpha * (-(-length // size) / length) ** 0.5
+    try:
+        yield
+    finally:
+        embeddings.neftune_noise_alpha = alpha
 
 
 @contextmanager
@@ -113,27 +140,27 @@ def _overridden(instance, name, function):
 
 
 def _loss_of_the_row(trainer, attachment):
-    """Inside, `trainer.compute_loss` weights a shard's mean by its targets; in evaluation it returns the row's loss."""
+    """Inside, `trainer.compute_loss` returns what the engine has to average; in evaluation the row's loss."""
     compute_loss = trainer.compute_loss
+    outside = outside_loss.is_outside(trainer)
 
     @functools.wraps(compute_loss)
     def compute_row_loss(model, inputs, *args, **kwargs):
         shift_labels = inputs.get("shift_labels")
-        result = compute_loss(model, inputs, *args, **kwargs)
+        with outside_loss.one_position_more(trainer.model, inputs) if outside else nullcontext(inputs) as inputs:
+            result = compute_loss(model, inputs, *args, **kwargs)
+        if shift_labels is None:
+            raise ValueError(
+                "This batch has no labels, so the shards' losses cannot be weighted by their targets. Add `labels` in "
+                "the collator, or train without sequence parallelism."
+            )
         counted = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None) is not None
-        loss = result[0] if isinstance(result, tuple) else result
-        if not counted:
-            if shift_labels is None:
-                raise ValueError(
-                    "This batch has no labels, so the shards' losses cannot be weighted by their targets. Add `labels` in "
-                    "the collator, or train without sequence parallelism."
-                )
-            loss = attachment.reduce_loss(loss, shift_labels)
-        elif not trainer.model.training:
-            loss = loss.detach().clone()
-            dist.all_reduce(loss, group=attachment.group)
-            loss = loss / attachment.size
-        return (loss, *result[1:]) if isinstance(result, tuple) else loss
+        loss, *rest = result if isinstance(result, tuple) else (result,)
+        loss = outside_loss.of_the_row(
+            loss, shift_labels, attachment, attachment.loss_rule, counted, trainer.model.training
+        )
+        rest = [outside_loss.without_dummy(output, shift_labels.shape[1]) for output in rest]
+        return (loss, *rest) if isinstance(result, tuple) else loss
 
     return _overridden(trainer, "compute_loss", compute_row_loss)
 

@@ -90,6 +90,13 @@ def _rows() -> list[Patch]:
             until=_NATIVE,
         ),
         Patch(
+            "transformers.trainer:Trainer._track_num_input_tokens",
+            trainer.wrap_track_tokens,
+            why="counts each row once for num_input_tokens_seen, not once per rank that works on it",
+            until=_NATIVE,
+            parameters=("inputs",),
+        ),
+        Patch(
             "transformers.trainer:Trainer.training_step",
             trainer.wrap_training_step,
             why="start-up check; weights the loss by targets where no count reaches it",

@@ -12,11 +12,12 @@ It finds forward faults; gradients are the tests' business. Not covered: models 
 """
 
 import copy
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 
+from .outside_loss import LossRule, is_outside, of_the_row, one_position_more
 from .sharding import IGNORE_INDEX, shard_batch
 
 _TOKENS_PER_SHARD = 16
@@ -35,11 +36,14 @@ def check_first_step(trainer, attachment, model, inputs) -> None:
         model (`torch.nn.Module`): the prepared model, as `training_step` gets it.
         inputs (`Mapping`): the first batch, full rows, on the device.
 
+    Returns:
+        `LossRule`: how the trainer's loss is normalised.
+
     Raises:
         ValueError: on all ranks, when any rank finds a difference.
     """
     if not torch.is_tensor(inputs.get("input_ids")):
-        return
+        return LossRule()
     row, own, count = _rows(inputs["input_ids"], attachment)
     if trainer._get_num_items_in_batch([row], row["input_ids"].device) is None:
         count = None
@@ -52,14 +56,14 @@ def check_first_step(trainer, attachment, model, inputs) -> None:
             exchanges = attachment.exchanges - before
             alone, hidden_whole = _run(trainer, model, own, count)
             together, _ = _run(trainer, model, row, count)
+            rule = _rule(trainer, model, row, count, together)
     finally:
         model.train(training)
 
-    if count is None:
-        combined = attachment.reduce_loss(sharded, part["shift_labels"])
-    else:
-        combined = sharded.clone()
-        dist.all_reduce(combined, group=attachment.group)
+    # What evaluation reports for the row, against the same from one process of as many data-parallel ranks.
+    combined = of_the_row(sharded, part["shift_labels"], attachment, rule, count is not None, training=False)
+    if count is not None and rule.scales:
+        together = together / attachment.size
     errors = [
         _token_error(hidden_sharded, hidden_whole, attachment),
         _error(sharded, alone),
@@ -68,6 +72,33 @@ def check_first_step(trainer, attachment, model, inputs) -> None:
     worst = torch.stack([*errors, torch.tensor(-float(exchanges))]).to(sharded.device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     _judge(trainer, attachment, worst.tolist())
+    return rule
+
+
+def _rule(trainer, model, row, count, together):
+    """Find out what a loss of the user's own does with the count and with the number of processes, by doubling them."""
+    if count is None or not is_outside(trainer):
+        return LossRule()
+    fewer, _ = _run(trainer, model, row, 2 * count)
+    more, _ = _run(_with_twice_the_processes(trainer), model, row, count)
+    return LossRule(counts=bool(fewer < 0.75 * together), scales=bool(more > 1.5 * together))
+
+
+class _Twice:
+    """An object with another number of processes; everything else is the object's."""
+
+    def __init__(self, instance, name):
+        self.__dict__.update(_instance=instance, **{name: 2 * getattr(instance, name)})
+
+    def __getattr__(self, name):
+        return getattr(self._instance, name)
+
+
+def _with_twice_the_processes(trainer):
+    copied = copy.copy(trainer)
+    copied.accelerator = _Twice(trainer.accelerator, "num_processes")
+    copied.args = _Twice(trainer.args, "world_size")
+    return copied
 
 
 def _rows(input_ids, attachment):
@@ -90,8 +121,12 @@ def _rows(input_ids, attachment):
 def _run(trainer, model, inputs, count):
     """The loss and the last hidden states (or logits) of one `compute_loss`."""
     kwargs = {} if count is None else {"num_items_in_batch": count}
-    with _last_states(trainer.model) as states:
-        loss = _with_own_metrics(trainer).compute_loss(model, dict(inputs), **kwargs)
+    outside = is_outside(trainer) and "shift_labels" in inputs
+    with (
+        _last_states(trainer.model) as states,
+        one_position_more(trainer.model, inputs) if outside else nullcontext(dict(inputs)) as inputs,
+    ):
+        loss = _with_own_metrics(trainer).compute_loss(model, inputs, **kwargs)
     return loss.detach().float().reshape(()), states
 
 

@@ -57,14 +57,3 @@ def check_trainer(trainer) -> None:
             raise ValueError(
                 "Seq2SeqTrainer is not supported with sequence parallelism: it generates from whole rows in evaluation."
             )
-    if getattr(trainer.args, "neftune_noise_alpha", None):
-        raise ValueError(
-            f"neftune_noise_alpha={trainer.args.neftune_noise_alpha} is not supported with sequence parallelism: the "
-            "noise is scaled with the row's length, and a shard would scale it with its own. Set it to None."
-        )
-    if getattr(trainer, "label_smoother", None) is not None or getattr(trainer, "compute_loss_func", None) is not None:
-        option = "compute_loss_func" if trainer.compute_loss_func is not None else "label_smoothing_factor"
-        raise ValueError(
-            f"{option} is not supported with sequence parallelism: it shifts the labels of each shard by itself and "
-            "loses the target behind each cut. Unset it, or train without sequence parallelism."
-        )

@@ -6,6 +6,9 @@ from contextlib import contextmanager
 # (message pattern, category, reason)
 EXCEPTIONS = [
     ("`gradient_checkpointing` is deprecated", FutureWarning, "set by default in SFTConfig of TRL 1.16"),
+    ("`label_smoothing_factor` is deprecated in `SFTTrainer`", FutureWarning, "still there in TRL 1.16, so tested"),
+    ("`loss_type='chunked_nll'` is deprecated", FutureWarning, "still there in TRL 1.16, so tested"),
+    ("`return_outputs=True`, and the logits it passes", FutureWarning, "TRL 1.16's own way to compute_metrics"),
     ("`torch.jit.script", DeprecationWarning, "torch's own mkldnn module, imported by DeepSpeed"),
     ("`torch.distributed.all_gather_into_tensor", FutureWarning, "called by DeepSpeed and Accelerate"),
     ("`torch.distributed.reduce_scatter_tensor", FutureWarning, "called by DeepSpeed and FSDP2"),

@@ -1,0 +1,132 @@
+"""Losses of every kind, in the model or outside of it, give what one process gives."""
+
+import pytest
+import torch
+
+from .test_trajectories import assert_same
+from .trajectory import rows, train
+
+
+def per_token(outputs, labels, num_items_in_batch=None):
+    """A `compute_loss_func` as the documentation writes them: shifts by itself, a sum over the count."""
+    logits = outputs["logits"][:, :-1].flatten(0, 1).float()
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum", label_smoothing=0.05)
+    return loss / num_items_in_batch
+
+
+def mean_of_its_own(outputs, labels, num_items_in_batch=None):
+    """The same without a look at the count: a mean over this batch's targets."""
+    logits = outputs["logits"][:, :-1].flatten(0, 1).float()
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+
+
+def with_func(function, **settings):
+    def give(trainer):
+        trainer.compute_loss_func = function
+
+    return train(before=give, **settings)
+
+
+def overriding(kind, **settings):
+    """Train with a Trainer whose `compute_loss` is overridden in the documented way."""
+    from unittest import mock
+
+    import transformers
+
+    class Overriding(transformers.Trainer):
+        def compute_loss(self, model, inputs, num_items_in_batch=None, return_outputs=False):
+            if kind == "super":
+                loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+                return 2 * loss
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            logits = outputs.get("logits")[:, :-1].flatten(0, 1).float()
+            if kind == "mean":
+                loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+            else:
+                loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+                loss = loss / num_items_in_batch
+            return (loss, outputs) if return_outputs else loss
+
+    with mock.patch.object(transformers, "Trainer", Overriding):
+        return train(**settings)
+
+
+# (runner, its first argument, settings)
+CASES = {
+    "label smoothing": (train, None, dict(label_smoothing_factor=0.1)),
+    "label smoothing, sft nll": (train, None, dict(kind="sft", bf16=False, loss_type="nll", label_smoothing_factor=0.1)),
+    "compute_loss_func": (with_func, per_token, {}),
+    "compute_loss_func, mean": (with_func, mean_of_its_own, {}),
+    "override, super": (overriding, "super", {}),
+    "override, sum": (overriding, "sum", {}),
+    "override, mean": (overriding, "mean", {}),
+    "sft nll": (train, None, dict(kind="sft", bf16=False, loss_type="nll")),
+    "sft dft": (train, None, dict(kind="sft", bf16=False, loss_type="dft")),
+    "sft chunked_nll": (train, None, dict(kind="sft", bf16=False, loss_type="chunked_nll")),
+}
+
+
+def run(ranks, case, size, **more):
+    runner, first, settings = CASES[case]
+    args = () if first is None else (first,)
+    return ranks(size).run(runner, *args, steps=4, **settings, **more)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("engine,dp,accumulation", [("zero3", 1, 2), ("ddp", 2, 1)])
+def test_loss(ranks, case, engine, dp, accumulation):
+    # Losses that take the number of processes into account are compared at the same data-parallel size.
+    expected = run(ranks, case, dp, engine="plain" if dp == 1 else "ddp", dp=dp, accumulation=accumulation)[0]
+    results = run(ranks, case, 2 * dp, engine=engine, sp=2, dp=dp, accumulation=accumulation)
+    assert_same(results, expected)
+
+
+@pytest.mark.parametrize("case", ["label smoothing", "override, mean"])
+def test_evaluation_loss(ranks, case):
+    settings = dict(eval_data=rows(3, seed=9), eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=1)
+    expected = run(ranks, case, 1, **settings)[0]
+    for result in run(ranks, case, 2, engine="ddp", sp=2, **settings):
+        assert result["eval_loss"] == pytest.approx(expected["eval_loss"], rel=2e-5)
+
+
+def noise_scale(sp=1):
+    """The largest absolute noise that NEFTune adds to a row of zeros' embeddings."""
+    seen = []
+
+    def watch(trainer):
+        def hook(module, args, output):
+            if module.training:
+                seen.append((module.neftune_noise_alpha, output.shape[1]))
+
+        trainer.model.get_input_embeddings().register_forward_hook(hook)
+
+    train(engine="plain" if sp == 1 else "ddp", sp=sp, steps=2, before=watch, neftune_noise_alpha=5.0)
+    return [alpha / length**0.5 for alpha, length in seen]
+
+
+def test_neftune_scales_its_noise_with_the_row(ranks):
+    expected = ranks(1).run(noise_scale)[0]
+    for result in ranks(2).run(noise_scale, sp=2):
+        assert result == pytest.approx(expected)
+
+
+def tokens_seen(**settings):
+    return train(include_num_input_tokens_seen="all", after=lambda trainer: trainer.state.num_input_tokens_seen, **settings)
+
+
+def test_num_input_tokens_seen(ranks):
+    expected = ranks(1).run(tokens_seen, batch=2, steps=3)[0]["after"]
+    assert expected == 3 * 2 * 66
+    assert [r["after"] for r in ranks(4).run(tokens_seen, engine="ddp", sp=2, dp=2, steps=3)] == [expected] * 4
+
+
+def batch_without_targets(**settings):
+    data = [dict(row, labels=torch.full_like(row["labels"], -100)) for row in rows(2)]
+    return train(data=data, steps=2, **settings)
+
+
+def test_a_step_without_any_target(ranks):
+    for result in ranks(2).run(batch_without_targets, engine="zero3", sp=2):
+        assert result["loss"] == [0.0, 0.0]
+        assert torch.isfinite(result["parameters"]).all()
