@@ -29,7 +29,8 @@ class _PicklesAsUpstream:
 
     def __reduce_ex__(self, protocol):
         state = {k: v for k, v in vars(self).items() if k not in ("device_mesh", "explicit_attention")}
-        return copyreg.__newobj__, (self._upstream,), state
+        # Python's own reconstructor: unpickling needs nothing of ours.
+        return copyreg._reconstructor, (self._upstream, object, None), state
 
     def __deepcopy__(self, memo):
         copy = object.__new__(type(self))

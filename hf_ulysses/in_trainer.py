@@ -32,7 +32,7 @@ def wrap_init(original):
         original(self, *args, **kwargs)
         view = view_of_trainer(self)
         if view is not None:
-            support.check_trainer(self)
+            support.check_trainer(self, counts_input_tokens())
             support.check_model(self.model, view.sp_size)
 
     return __init__
@@ -81,6 +81,16 @@ def wrap_sp_size(original):
         return original(self) if view_of_trainer(self) is None else 1
 
     return get_sp_size
+
+
+def counts_input_tokens() -> bool:
+    """Whether the Trainer counts input tokens in a method of its own (since transformers 5.2), so that it can be put right.
+
+    Where it does not, `support.check_trainer` refuses `include_num_input_tokens_seen`.
+    """
+    from transformers import Trainer
+
+    return "_track_num_input_tokens" in vars(Trainer)
 
 
 def wrap_track_tokens(original):

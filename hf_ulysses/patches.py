@@ -90,13 +90,6 @@ def _rows() -> list[Patch]:
             until=_NATIVE,
         ),
         Patch(
-            "transformers.trainer:Trainer._track_num_input_tokens",
-            trainer.wrap_track_tokens,
-            why="counts each row once for num_input_tokens_seen, not once per rank that works on it",
-            until=_NATIVE,
-            parameters=("inputs",),
-        ),
-        Patch(
             "transformers.trainer:Trainer.training_step",
             trainer.wrap_training_step,
             why="start-up check; weights the loss by targets where no count reaches it",
@@ -117,6 +110,16 @@ def _rows() -> list[Patch]:
             parameters=("tensor", "group"),
         ),
     ]
+    if trainer.counts_input_tokens():
+        rows.append(
+            Patch(
+                "transformers.trainer:Trainer._track_num_input_tokens",
+                trainer.wrap_track_tokens,
+                why="counts each row once for num_input_tokens_seen, not once per rank that works on it",
+                until=_NATIVE,
+                parameters=("inputs",),
+            )
+        )
     if importlib.util.find_spec("deepspeed") is not None:
         groups = "deepspeed.utils.groups:_get_sequence_parallel_"
         why = "documented loops ask DeepSpeed for the sp group; without an mpu it has none"

@@ -43,7 +43,7 @@ def check_model(model, sp_size: int) -> None:
 _TRL_TRAINERS = ("SFTTrainer",)
 
 
-def check_trainer(trainer) -> None:
+def check_trainer(trainer, counts_input_tokens: bool) -> None:
     """Refuse a trainer whose loss cannot be computed from shards. Raises `ValueError`; no communication."""
     for cls in type(trainer).__mro__:
         package = cls.__module__.partition(".")[0]
@@ -57,3 +57,8 @@ def check_trainer(trainer) -> None:
             raise ValueError(
                 "Seq2SeqTrainer is not supported with sequence parallelism: it generates from whole rows in evaluation."
             )
+    if not counts_input_tokens and getattr(trainer.args, "include_num_input_tokens_seen", "no") not in ("no", False):
+        raise ValueError(
+            "include_num_input_tokens_seen with this version of transformers counts every row once per sequence rank. "
+            "Set it to 'no', or upgrade transformers."
+        )

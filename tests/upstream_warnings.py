@@ -6,6 +6,7 @@ from contextlib import contextmanager
 # (message pattern, category, reason)
 EXCEPTIONS = [
     ("`gradient_checkpointing` is deprecated", FutureWarning, "set by default in SFTConfig of TRL 1.16"),
+    ("`gradient_checkpointing_kwargs` is deprecated", FutureWarning, "the name that transformers 5.0 knows"),
     ("`label_smoothing_factor` is deprecated in `SFTTrainer`", FutureWarning, "still there in TRL 1.16, so tested"),
     ("`loss_type='chunked_nll'` is deprecated", FutureWarning, "still there in TRL 1.16, so tested"),
     ("`return_outputs=True`, and the logits it passes", FutureWarning, "TRL 1.16's own way to compute_metrics"),

@@ -112,9 +112,25 @@ def loops_exactly(expected, **settings):
     assert documented_loop(sp=2, **settings)["loss"] == pytest.approx(expected["loss"], rel=2e-5)
 
 
-def refuses_neftune(expected):
-    with pytest.raises(ValueError, match="neftune"):
-        train(engine="ddp", sp=2, steps=1, neftune_noise_alpha=5.0)
+def refuses_prompt_tuning(expected):
+    from peft import PromptTuningConfig, get_peft_model
+
+    with pytest.raises(ValueError, match="virtual tokens"):
+        build(get_peft_model(tiny_llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)))
+
+
+def build(model):
+    """A trainer that is never used."""
+    import tempfile
+
+    import hf_ulysses
+    from transformers import Trainer, TrainingArguments
+
+    from .trajectory import _parallelism
+
+    hf_ulysses.enable()
+    arguments = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, parallelism_config=_parallelism("ddp", 2, 1))
+    return Trainer(model, arguments)
 
 
 def refuses_a_bad_model(expected):
@@ -129,6 +145,15 @@ def reports_rows_per_step(expected):
         return trainer.get_total_train_batch_size(trainer.args)
 
     assert train(engine="ddp", sp=2, steps=1, accumulation=2, after=total)["after"] == 2
+
+
+def counts_tokens_once(expected):
+    seen = train(engine="ddp", sp=2, steps=2, include_num_input_tokens_seen="all", after=tokens_seen)["after"]
+    assert seen == 2 * 66
+
+
+def tokens_seen(trainer):
+    return trainer.state.num_input_tokens_seen
 
 
 def tells_the_group(expected):
@@ -161,11 +186,12 @@ BEHAVIOURS = {
     "accelerator:prepare_data_loader": (trains_exactly, dict(engine="zero2", steps=2), _STEPS, 2),
     "Accelerator.gather_for_metrics": (predicts_each_row_once, dict(engine="ddp"), _EVALUATION, 2),
     "Accelerator.deepspeed_ulysses_dl_adapter": (loops_exactly, dict(engine="zero2", loader="adapter"), _LOOP, 2),
-    "Trainer.__init__": (refuses_neftune, {}, None, 2),
+    "Trainer.__init__": (refuses_prompt_tuning, {}, None, 2),
     "Trainer._prepare_inputs": (trains_exactly, dict(engine="ddp", steps=2), _STEPS, 2),
     "Trainer._get_num_items_in_batch": (trains_exactly, dict(engine="ddp", steps=2), _STEPS, 2),
     "Trainer.get_total_train_batch_size": (reports_rows_per_step, {}, None, 2),
     "Trainer.get_sp_size": (trains_exactly, dict(engine="ddp", **_EPOCHS), (train, _EPOCHS), 2),
+    "Trainer._track_num_input_tokens": (counts_tokens_once, {}, None, 2),
     "Trainer.training_step": (refuses_a_bad_model, {}, None, 2),
     "Trainer.evaluation_loop": (evaluates_exactly, dict(engine="ddp"), _EVALUATION, 2),
     "functional:all_gather": (loops_exactly, dict(engine="zero2", dp=2), (documented_loop, dict(engine="zero2", dp=2)), 4),

@@ -95,7 +95,6 @@ def test_deepspeed_config(ranks, config, match):
 
 
 TRAINER_ARGUMENTS = [
-    (dict(neftune_noise_alpha=5.0), "neftune_noise_alpha"),
     (dict(accelerator_config={"dispatch_batches": True}), "dispatch_batches"),
     (dict(accelerator_config={"split_batches": True}), "split_batches"),
 ]

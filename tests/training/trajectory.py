@@ -93,7 +93,7 @@ def _parallelism(engine, sp, dp):
 
 def train(engine="plain", sp=1, dp=1, accumulation=1, batch=1, kind="trainer", optimizer="sgd", steps=STEPS,
           data=None, eval_data=None, model=None, before=None, after=None, environment=None, packed=False,
-          data_collator=None, **arguments):  # fmt: skip
+          data_collator=None, resume=None, **arguments):  # fmt: skip
     """Train and return `{"loss": [...], "grad_norm": [...], "parameters": flat tensor, "log": [...], "exchanges": int}`.
 
     Args:
@@ -161,7 +161,7 @@ def train(engine="plain", sp=1, dp=1, accumulation=1, batch=1, kind="trainer", o
     trainer._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(trainer.train_dataset)
     if before is not None:
         before(trainer)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     attachment = hf_ulysses.attachment.attachment_of(trainer.model)
     return {
