@@ -11,6 +11,7 @@ Pickled, all of them are accelerate's own classes: a saved training_args.bin loa
 
 import copyreg
 import os
+import warnings
 from dataclasses import dataclass, field
 
 from accelerate.parallelism_config import ParallelismConfig as _AccelerateConfig
@@ -160,8 +161,19 @@ class StateView(ParallelismConfig):
         if total != ranks:
             raise ValueError(f"{sizes} = {total}, but there are {ranks} processes. {self._proposal(ranks)}")
 
+    def _warn_across_machines(self):
+        per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        if per_machine and per_machine % self.sp_size and self.sp_size > 1:
+            warnings.warn(
+                f"sp_size={self.sp_size} does not divide the {per_machine} processes of a machine, so sequence-parallel "
+                "groups span machines and every attention layer's exchange crosses the network. Choose sp_size from "
+                f"{[n for n in range(1, per_machine + 1) if per_machine % n == 0]} to keep it inside.",
+                stacklevel=2,
+            )
+
     def _validate_accelerator(self, accelerator):
         self._check_sizes(accelerator.num_processes)
+        self._warn_across_machines()
         engine = accelerator.distributed_type
         torch_engines = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.FSDP)
         if engine == DistributedType.DEEPSPEED:

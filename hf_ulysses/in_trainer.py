@@ -8,6 +8,7 @@ averages. So training needs no other change. Where no count reaches the loss (it
 
 import functools
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 
@@ -227,3 +228,26 @@ def wrap_deepspeed_config(original):
         return original(self, args, *rest, **kwargs)
 
     return trainer_config_process
+
+
+def wrap_load_checkpoint(original):
+    @functools.wraps(original)
+    def deepspeed_load_checkpoint(deepspeed_engine, checkpoint_path, *args, **kwargs):
+        _check_partitions(Path(checkpoint_path), torch.distributed.get_world_size())
+        return original(deepspeed_engine, checkpoint_path, *args, **kwargs)
+
+    return deepspeed_load_checkpoint
+
+
+def _check_partitions(checkpoint: Path, ranks: int) -> None:
+    """ZeRO's optimizer states are cut over all ranks, sequence ranks too: another number needs another format."""
+    latest = checkpoint / "latest"
+    if not latest.is_file():
+        return
+    saved = len(list((checkpoint / latest.read_text().strip()).glob("*optim_states.pt")))
+    if saved > 1 and saved != ranks:
+        raise ValueError(
+            f"{checkpoint} was saved under ZeRO by {saved} processes and cannot be resumed by {ranks}. Resume with {saved} "
+            "processes (any sp_size that divides them), or convert it with DeepSpeed's universal checkpoint "
+            "(deepspeed.checkpoint.ds_to_universal) and load that with load_universal in the DeepSpeed configuration."
+        )

@@ -134,6 +134,13 @@ def _rows() -> list[Patch]:
                 until="transformers compares it with the data-parallel size",
                 parameters=("args",),
             ),
+            Patch(
+                "transformers.trainer:deepspeed_load_checkpoint",
+                trainer.wrap_load_checkpoint,
+                why="says before anything is loaded that ZeRO's partitions need as many processes as saved them",
+                until="the Trainer resumes through DeepSpeed's universal checkpoint",
+                parameters=("deepspeed_engine", "checkpoint_path"),
+            ),
         ]
     return rows
 

@@ -174,6 +174,25 @@ def accepts_the_real_batch_size(expected):
     trains_exactly(expected, steps=2, accumulation=2, engine="ddp", deepspeed=config)
 
 
+def names_the_universal_checkpoint(expected):
+    """A ZeRO checkpoint of three processes, resumed by two."""
+    import tempfile
+    from pathlib import Path
+
+    from transformers import TrainerState
+
+    folder = Path(tempfile.mkdtemp())
+    (folder / "global_step3").mkdir()
+    (folder / "latest").write_text("global_step3")
+    TrainerState(train_batch_size=1, max_steps=1, logging_steps=1, save_steps=500, eval_steps=500).save_to_json(
+        str(folder / "trainer_state.json")
+    )
+    for rank in range(3):
+        (folder / "global_step3" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    with pytest.raises(ValueError, match="universal checkpoint"):
+        train(engine="zero2", sp=2, steps=1, resume=str(folder))
+
+
 _STEPS = (train, dict(steps=2))
 _EPOCHS = dict(steps=-1, num_train_epochs=2, data=rows(3))
 _LOOP = (documented_loop, {})
@@ -198,6 +217,7 @@ BEHAVIOURS = {
     "_get_sequence_parallel_group": (tells_the_group, {}, None, 2),
     "_get_sequence_parallel_rank": (tells_the_group, {}, None, 2),
     "_get_sequence_parallel_world_size": (tells_the_group, {}, None, 2),
+    "deepspeed_load_checkpoint": (names_the_universal_checkpoint, {}, None, 2),
     "trainer_config_process": (accepts_the_real_batch_size, {}, (train, dict(steps=2, accumulation=2)), 2),
 }
 
