@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,9 @@ print(json.dumps([before, after]))
 
 def test_importing_has_no_side_effect():
     command = [sys.executable, "-c", PROBE]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
+    # A fresh environment: this process has imported the package, and would hand on what that may have written.
+    environment = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, check=True, env=environment)
     before, after = json.loads(done.stdout)
     new = set(after.pop("modules")) - set(before.pop("modules"))
     assert after == before
