@@ -79,9 +79,7 @@ def _attend(core, attachment, row, module, query_BHsD, key_BGsD, value_BGsE, att
     num_heads = query_BHsD.shape[1]
     _check(attachment, row, module, query_BHsD, key_BGsD, value_BGsE, kwargs)
     query_BHsD, key_BGsD, value_BGsE = _one_dtype(query_BHsD, key_BGsD, value_BGsE)
-    exchange = Exchange(
-        attachment.group, attachment.rank, share_heads(num_heads, key_BGsD.shape[1], attachment.size)
-    )
+    exchange = Exchange(attachment.group, attachment.rank, share_heads(num_heads, key_BGsD.shape[1], attachment.size))
     share = exchange.mine
     attachment.exchanges += 1
 
@@ -101,6 +99,8 @@ def _attend(core, attachment, row, module, query_BHsD, key_BGsD, value_BGsE, att
     else:
         mask = _full_row_mask(attention_mask, row, module, share, num_heads)
         out_BShE = attend(query_BhSD, key_BgSD, value_BgSE, mask, kwargs)
+    # Where nothing is saved for backward (evaluation, checkpointing) these are not needed while the output travels.
+    del query_BhSD, key_BgSD, value_BgSE
     return gather_heads_scatter_seq(out_BShE, exchange), None
 
 
@@ -170,4 +170,3 @@ def _full_row_kwargs(kwargs, row, module, share, num_heads):
         else:
             full[name] = _own_heads(value, share, num_heads, dim=0)
     return full
-

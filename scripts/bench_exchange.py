@@ -9,7 +9,8 @@
 2. A round runs forward and backward of every variant once, one after the other; the table shows medians over rounds,
    of the slowest rank. So whatever else the machine does falls on all variants alike.
 3. Variants: both hooks around sdpa; attention alone (sdpa on one rank's heads over the whole row, nothing exchanged); both
-   hooks around an identity core, which costs nothing, so that attention's own time does not hide the exchange.
+   hooks around an identity core, which costs nothing, so that attention's own time does not hide the exchange; the wire
+   alone: the fewest bytes that have to travel, in four collectives on buffers that are there already.
 4. One more pass counts collectives, bytes that leave a rank, and the peak of storage allocated during the pass.
 
 Results: outputs/exchange/result.json and exchange.png.
@@ -40,8 +41,9 @@ import torch.multiprocessing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 OUTPUT = Path(__file__).resolve().parent.parent / "outputs" / "exchange"
-OURS, THEIRS, ALONE = "hf_ulysses", "DeepSpeed", "attention alone"
-VARIANTS = [(OURS, "sdpa"), (THEIRS, "sdpa"), (ALONE, "sdpa"), (OURS, "identity"), (THEIRS, "identity")]
+OURS, THEIRS, ALONE, WIRE = "hf_ulysses", "DeepSpeed", "attention alone", "wire alone"
+VARIANTS = [(OURS, "sdpa"), (THEIRS, "sdpa"), (ALONE, "sdpa")]
+VARIANTS += [(OURS, "identity"), (THEIRS, "identity"), (WIRE, "identity")]
 MAX_TIME_RATIO, MAX_PEAK_RATIO = 0.5, 0.8
 
 
@@ -214,7 +216,24 @@ def make_variants(case, rank):
         )
         variants[OURS, name] = step(exchanging(core, lambda module: attachment), sharded, facts)
         variants[THEIRS, name] = step(theirs, sharded, {"position_ids": part["position_ids"]})
+    variants[WIRE, "identity"] = wire(case, rank)
     return {key: variants[key] for key in VARIANTS}
+
+
+def wire(case, rank):
+    columns = [case.heads + 2 * max(case.kv_heads, case.sp), case.heads]
+    pieces = [case.length // case.sp * n // case.sp * case.head_size for n in columns]
+    buffers = [(torch.zeros((case.sp - 1) * n), torch.zeros((case.sp - 1) * n)) for n in pieces]
+    sizes = [[0 if peer == rank else n for peer in range(case.sp)] for n in pieces]
+
+    def run(between=lambda: None):
+        for direction in ((0, 1), (1, 0)):
+            for i in direction:
+                receive, send = buffers[i]
+                dist.all_to_all_single(receive, send, sizes[i], sizes[i])
+            between()
+
+    return run
 
 
 def check_equal(variants, cores):
@@ -226,7 +245,7 @@ def check_equal(variants, cores):
 def count(step, result):
     with recorded_collectives() as record, LiveStorage() as storage:
         forward = []
-        step(between=lambda: forward.extend(record))
+        step(between=lambda: forward.extend([] if forward else record))
     result.forward = [name for name, _ in forward]
     result.backward = [name for name, _ in record[len(forward) :]]
     result.sent_bytes = sum(sent for _, sent in record)
@@ -243,21 +262,18 @@ def timed(step):
 
 
 def measure(case, rank, rounds, seconds, tell):
-    """Rounds until there are `rounds` of them or `seconds` have passed, but three at least."""
+    """`rounds` rounds; a variant that has used up its part of `seconds` takes part in the first three only."""
     variants = make_variants(case, rank)
     check_equal(variants, ("sdpa", "identity") if case.length <= 4096 else ("identity",))
     results = {key: Result(case, *key) for key in variants}
     for key, step in variants.items():
         count(step, results[key])
-    started = time.monotonic()
-    for number in range(1, rounds + 1):
+    for number in range(rounds):
         for key, step in variants.items():
-            results[key].milliseconds.append(timed(step))
-        enough = torch.tensor(float(number >= 3 and time.monotonic() - started > seconds))
-        dist.all_reduce(enough, op=dist.ReduceOp.MAX)
-        tell(("round", number))
-        if enough:
-            break
+            times = results[key].milliseconds  # Equal on all ranks, so all of them decide alike.
+            if number < 3 or sum(times) < seconds * 1000 / len(variants):
+                times.append(timed(step))
+        tell(("round", number + 1))
     return list(results.values())
 
 
@@ -379,7 +395,7 @@ def show(results):
         table.add_row(
             str(c.sp), str(c.length), f"{c.heads}/{c.kv_heads}", r.core, r.variant, f"{r.median:.1f}",
             f"{r.median / theirs.median:.2f}", f"{len(r.forward)} + {len(r.backward)}", f"{r.sent_bytes / 1e6:.1f}",
-            f"{r.peak_bytes / 1e6:.1f}", f"{r.peak_bytes / theirs.peak_bytes:.2f}",
+            f"{r.peak_bytes / 1e6:.1f}", f"{r.peak_bytes / theirs.peak_bytes:.2f}" if r.peak_bytes else "",
         )  # fmt: skip
     console.print(table)
     if REFERENCE in {r.case for r in results}:
@@ -397,7 +413,7 @@ def plot(results, file):
 
     sizes = sorted({(r.case.sp, r.case.heads, r.case.kv_heads) for r in results})
     figure, grid = plt.subplots(2, len(sizes), figsize=(4 * len(sizes), 7), squeeze=False, sharex=True)
-    colors = {OURS: "tab:blue", THEIRS: "tab:orange", ALONE: "tab:gray"}
+    colors = {OURS: "tab:blue", THEIRS: "tab:orange", ALONE: "tab:gray", WIRE: "tab:green"}
     for column, (sp, heads, kv_heads) in enumerate(sizes):
         for (variant, core), (row, (what, unit)) in itertools.product(
             VARIANTS, enumerate((("median", "ms, forward + backward"), ("peak_bytes", "MB, live-storage peak")))
@@ -422,7 +438,7 @@ def main():
     parser.add_argument("--sp", type=int, nargs="+", help="sequence-parallel sizes (default: 2 4)")
     parser.add_argument("--length", type=int, nargs="+", help="row lengths (default: 1024 4096 16384)")
     parser.add_argument("--rounds", type=int, help="rounds of each case (default: 30, quick: 10)")
-    parser.add_argument("--seconds", type=float, help="no new round of a case after so long (default: 60, quick: 20)")
+    parser.add_argument("--seconds", type=float, help="seconds per case (default: 60, quick: 20)")
     arguments = parser.parse_args()
     sizes = arguments.sp or ([2] if arguments.quick else [2, 4])
     lengths = arguments.length or ([1024, 4096] if arguments.quick else [1024, 4096, 16384])
