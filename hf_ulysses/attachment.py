@@ -87,7 +87,7 @@ class Attachment:
             ValueError: a batch that cannot be cut (see `sharding.py`), or rows that differ within the group.
         """
         part = shard_batch(batch, self.rank, self.size, self.seq_length)
-        self._verify(part[ROW_KEY])
+        self.verify(part[ROW_KEY])
         if "use_cache" in inspect.signature(type(self._model()).forward).parameters:
             part["use_cache"] = False
         return part
@@ -157,7 +157,7 @@ class Attachment:
                     self._refuse_unsharded(module)
                 return None
             if not row.verified:
-                self._verify(row)
+                self.verify(row)
             kwargs = dict(kwargs)
             if not takes_any:
                 del kwargs[ROW_KEY]
@@ -194,10 +194,11 @@ class Attachment:
                 )
         return row
 
-    def _verify(self, row):
+    def verify(self, row):
+        """Compare the row's checksum within the group, on the first call and every 100th. Collective then."""
         row.verified = True
         self._verifications += 1
-        if self._verifications % _VERIFY_EVERY != 1:
+        if (self._verifications - 1) % _VERIFY_EVERY:
             return
         checksums = row.checksum.new_empty(self.size * 3)
         all_gather_single(checksums, row.checksum.contiguous(), group=self.group)

@@ -226,9 +226,19 @@ def wrap_prepare_data_loader_function(original):
             # iterable dataset would be read by rank 0 and dispatched in as many slices as there are processes.
             kwargs["torch_device_mesh"] = None
             kwargs["dispatch_batches"] = False
-        return original(*args, **kwargs)
+        loader = original(*args, **kwargs)
+        if view is not None:
+            _seed_workers_alike(getattr(loader, "base_dataloader", loader), kwargs["process_index"])
+        return loader
 
     return prepare_data_loader
+
+
+def _seed_workers_alike(loader, dp_rank):
+    """The Trainer seeds loader workers with `seed_worker(num_workers=..., rank=process_index)`: peers have to draw alike."""
+    init = loader.worker_init_fn
+    if isinstance(init, functools.partial) and "rank" in init.keywords:
+        loader.worker_init_fn = functools.partial(init.func, *init.args, **{**init.keywords, "rank": dp_rank})
 
 
 def wrap_gather_for_metrics(original):

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .outside_loss import LossRule, is_outside, of_the_row, one_position_more
+from .row import ROW_KEY
 from .sharding import IGNORE_INDEX, shard_batch
 
 _TOKENS_PER_SHARD = 16
@@ -48,6 +49,8 @@ def check_first_step(trainer, attachment, model, inputs) -> None:
     if trainer._get_num_items_in_batch([row], row["input_ids"].device) is None:
         count = None
     part = shard_batch(row, attachment.rank, attachment.size)
+    # First, or peers with different rows would look like a fault of the model.
+    attachment.verify(part[ROW_KEY])
     training, before = model.training, attachment.exchanges
     model.eval()
     try:

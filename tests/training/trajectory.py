@@ -93,7 +93,7 @@ def _parallelism(engine, sp, dp):
 
 def train(engine="plain", sp=1, dp=1, accumulation=1, batch=1, kind="trainer", optimizer="sgd", steps=STEPS,
           data=None, eval_data=None, model=None, before=None, after=None, environment=None, packed=False,
-          data_collator=None, resume=None, **arguments):  # fmt: skip
+          data_collator=None, resume=None, in_order=True, **arguments):  # fmt: skip
     """Train and return `{"loss": [...], "grad_norm": [...], "parameters": flat tensor, "log": [...], "exchanges": int}`.
 
     Args:
@@ -158,7 +158,8 @@ def train(engine="plain", sp=1, dp=1, accumulation=1, batch=1, kind="trainer", o
         fsdp_on_cpu(config)
         trainer = Trainer(model, config, train_dataset=data, eval_dataset=eval_data, data_collator=data_collator)
     # In order, so that every layout reads the same rows in a step; an argument only since transformers 5.2.
-    trainer._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(trainer.train_dataset)
+    if in_order:
+        trainer._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(trainer.train_dataset)
     if before is not None:
         before(trainer)
     trainer.train(resume_from_checkpoint=resume)
