@@ -94,16 +94,14 @@ def build(family="llama", attn="sdpa", dtype=torch.float64, **changes):
     return model
 
 
-def build_mask(build, config, inputs_embeds, attention_mask, position_ids):
-    """Call a `create_*_mask` function of transformers, whatever this version calls its arguments; there is no cache."""
+def build_mask(build, config, inputs_embeds, attention_mask, position_ids, cache=None, **more):
+    """Call a `create_*_mask` function of transformers, whatever this version calls its arguments."""
     names = inspect.signature(build).parameters
-    embeds = {"inputs_embeds" if "inputs_embeds" in names else "input_embeds": inputs_embeds}
-    given = dict(
-        cache=None, past_key_values=None, cache_position=torch.arange(inputs_embeds.shape[1]), position_ids=position_ids
-    )
-    return build(
-        config, **embeds, attention_mask=attention_mask, **{name: given[name] for name in given if name in names}
-    )
+    places = torch.arange(inputs_embeds.shape[1])
+    given = dict(inputs_embeds=inputs_embeds, input_embeds=inputs_embeds, position_ids=position_ids)
+    given.update(cache=cache, past_key_values=cache, cache_position=places)
+    given = {name: value for name, value in given.items() if name in names}
+    return build(config=config, attention_mask=attention_mask, **given, **more)
 
 
 def checkpoint(model, reentrant=False):

@@ -67,6 +67,7 @@ def with_lora(batch, attached, checkpointing):
 
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["plain", "reentrant", "not reentrant"])
 def test_lora(ranks, checkpointing):
+    pytest.importorskip("peft")
     reference = ranks(1).run(with_lora, PACKED, False, None)[0]
     assert_same(ranks(2).run(with_lora, PACKED, True, checkpointing), reference)
 

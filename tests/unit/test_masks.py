@@ -67,14 +67,13 @@ def test_the_old_name_of_the_cache():
 
 @pytest.mark.parametrize("name", ["or_mask_function", "and_mask_function"])
 def test_overlays_are_refused(name):
-    arguments = {name: lambda *indices: indices[2] == 0}
-    with (
-        holding(row()),
-        pytest.raises(ValueError, match=f"create_causal_mask was called with {name}.*this rank's shard"),
-    ):
-        for_full_row(create_causal_mask)(CONFIG, SHARD, None, None, **arguments)
+    overlay = {name: lambda *indices: indices[2] == 0}
+    message = f"create_causal_mask was called with {name}.*this rank's shard"
+    with holding(row()), pytest.raises(ValueError, match=message):
+        build_mask(for_full_row(create_causal_mask), CONFIG, SHARD, None, torch.arange(3)[None], **overlay)
 
 
 def test_a_cache_is_refused():
+    cache = DynamicCache(config=CONFIG)
     with holding(row()), pytest.raises(ValueError, match="key/value cache: set use_cache=False"):
-        for_full_row(create_causal_mask)(CONFIG, SHARD, None, past_key_values=DynamicCache(config=CONFIG))
+        build_mask(for_full_row(create_causal_mask), CONFIG, SHARD, None, torch.arange(3)[None], cache)
