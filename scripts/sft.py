@@ -93,6 +93,8 @@ def main():
     with training_arguments.main_process_first(desc="loading the dataset"):
         train, test = load_datasets(data_arguments, tokenizer, training_arguments.max_length)
     if "input_ids" in train.column_names:  # tokenized already, with its own labels
+        if test is not None and "input_ids" not in test.column_names:
+            raise ValueError("The training rows are tokenized, the evaluation rows are not: give both in one form.")
         training_arguments.dataset_kwargs = {"skip_prepare_dataset": True}
 
     trainer = SFTTrainer(
