@@ -1,5 +1,6 @@
 """Every YAML in configs/ trains: read by Accelerate's own launcher, changed only in device, precision and process count."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,44 @@ def test_config_trains(ranks, tmp_path, path):
         assert result["exchanges"] > 0
         engine = yaml.safe_load(path.read_text())["distributed_type"]
         assert result["engine"].endswith({"MULTI_GPU": "MULTI_CPU"}.get(engine, engine))
+
+
+# How a DeepSpeed JSON may count rows, per device 1 and accumulation 2 on two ranks of one row: rows of the step are 2.
+BATCH_SIZES = {"auto": "auto", "rows": 2, "times ranks": 4, "absent": None}
+
+
+def communication_dtype(trainer):
+    return str(trainer.accelerator.deepspeed_plugin.deepspeed_config.get("communication_data_type"))
+
+
+@pytest.mark.parametrize("counting", BATCH_SIZES)
+def test_deepspeed_config_file(ranks, tmp_path, counting):
+    config = {
+        "train_micro_batch_size_per_gpu": "auto" if counting == "auto" else 1,
+        "gradient_accumulation_steps": "auto" if counting == "auto" else 2,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2},
+        "seq_parallel_communication_data_type": "fp32",
+    }
+    if BATCH_SIZES[counting] is not None:
+        config["train_batch_size"] = BATCH_SIZES[counting]
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    environment = launch_environment(
+        Path(__file__).parents[2] / "configs" / "zero2.yaml",
+        tmp_path,
+        num_processes=2,
+        deepspeed_config={"deepspeed_config_file": str(tmp_path / "ds_config.json")},
+        parallelism_config={"parallelism_config_sp_size": 2, "parallelism_config_sp_backend": "deepspeed"},
+        mixed_precision=None,
+    )
+    expected = ranks(1).run(train, steps=2, accumulation=2)[0]
+    for result in ranks(2).run(
+        train, steps=2, accumulation=2, environment=environment, after=communication_dtype
+    ):
+        assert result["loss"] == pytest.approx(expected["loss"], rel=2e-5)
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-5)
+        assert result["engine"].endswith("DEEPSPEED") and result["exchanges"] > 0
+        assert result["after"] == "fp32"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
