@@ -45,7 +45,7 @@ def bound(size, length, heads, kv_heads, head_size=16):
 @pytest.mark.parametrize("size, heads, kv_heads", [(2, 16, 4), (2, 16, 16), (4, 16, 4), (4, 8, 2)])
 def test_collectives_and_bytes(ranks, size, heads, kv_heads):
     """With 2 KV heads over 4 ranks each one travels twice."""
-    for cost in ranks(size).run(costs, 256, heads, kv_heads):
+    for cost in ranks(size).run(costs, 256, heads, kv_heads, timeout=300):
         for core in ("identity", "sdpa"):
             forward, backward, sent, _ = cost["hf_ulysses", core]
             assert forward == backward == ["all_to_all_single"] * 2
@@ -57,13 +57,13 @@ def test_collectives_and_bytes(ranks, size, heads, kv_heads):
 @pytest.mark.parametrize("heads, kv_heads", [(16, 4), (16, 8)])
 def test_the_peak_of_live_storage_is_at_most_four_fifths_of_deepspeeds(ranks, heads, kv_heads):
     """Around an identity core: around attention both peak in attention's own backward."""
-    for cost in ranks(2).run(costs, 1024, heads, kv_heads):
+    for cost in ranks(2).run(costs, 1024, heads, kv_heads, timeout=300):
         assert cost["hf_ulysses", "identity"][3] <= 0.8 * cost["DeepSpeed", "identity"][3]
 
 
 def test_around_attention_the_exchange_adds_nothing_to_the_peak(ranks):
     """What attention itself needs in its backward: its inputs, its output, its gradients and the gradient it is given."""
-    for cost in ranks(2).run(costs, 1024, 16, 4):
+    for cost in ranks(2).run(costs, 1024, 16, 4, timeout=300):
         alone = cost["attention alone", "sdpa"][3]
         inputs_and_gradient = (8 + 2 * 2 + 8) * 1024 * 16 * 4
         assert cost["hf_ulysses", "sdpa"][3] <= 1.01 * (alone + inputs_and_gradient)
@@ -85,7 +85,7 @@ def left_between_passes(length):
 
 
 def test_nothing_of_the_exchange_is_kept_for_backward(ranks):
-    for left in ranks(2).run(left_between_passes, 256):
+    for left in ranks(2).run(left_between_passes, 256, timeout=300):
         assert left["hf_ulysses", "identity"] == 0
         # Attention saves its inputs, here the buffer that was received, and its output. Nothing else is there.
         received = (8 + 2 * 2) * 256 * 16 * 4
