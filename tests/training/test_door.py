@@ -36,6 +36,7 @@ def enable_and_disable():
     assert all(value is before[target] for target, value in snapshot().items())
 
 
+@pytest.mark.floor
 def test_disable_restores_everything_by_identity(ranks):
     ranks(1).run(enable_and_disable)
 

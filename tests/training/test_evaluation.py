@@ -94,6 +94,7 @@ CASES = [
 ]
 
 
+@pytest.mark.floor
 @pytest.mark.parametrize("engine,dp,count", CASES)
 def test_evaluate_and_predict(ranks, engine, dp, count):
     expected = ranks(dp).run(evaluate, engine="plain" if dp == 1 else "ddp", dp=dp, count=count)[0]
