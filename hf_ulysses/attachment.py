@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from . import support
+from . import balance, discovery, support
 from .attention import exchanging
 from .gather import all_gather_single, gather_sequence
 from .loss import reduce_loss
@@ -47,6 +47,7 @@ class Attachment:
     Attributes:
         group (`torch.distributed.ProcessGroup`), size (`int`), rank (`int`): the sequence-parallel group.
         exchanges (`int`): attention calls that went through the exchange since attaching.
+        gathered (`list[str]`): modules that run on the whole row (see whole.py), known after the first `shard`.
         require_shards (`bool`): whether a training forward on an unsharded batch is an error.
     """
 
@@ -54,7 +55,11 @@ class Attachment:
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.seq_length, self.require_shards = seq_length, require_shards
-        self.exchanges = 0
+        self.exchanges, self.gathered = 0, []
+        self._parameters = inspect.signature(type(model).forward).parameters
+        self._discovered, self.discovering = self.size == 1, False
+        # Whether the model's head scores labels as they are (labels.py), known after the first `shard`.
+        self.scores_own_labels = False
         self._model = weakref.ref(model)
         # Found out by the trainer's start-up check.
         self.checked, self.loss_rule = False, LossRule()
@@ -86,11 +91,36 @@ class Attachment:
         Raises:
             ValueError: a batch that cannot be cut (see `sharding.py`), or rows that differ within the group.
         """
-        part = shard_batch(batch, self.rank, self.size, self.seq_length)
+        part = self.cut(batch)
         self.verify(part[ROW_KEY])
-        if "use_cache" in inspect.signature(type(self._model()).forward).parameters:
+        if not self._discovered:
+            self._discover(batch)
+        if self.scores_own_labels and torch.is_tensor(part.get("labels")):
+            part["shift_labels"] = part["labels"]
+        return part
+
+    def _discover(self, batch):
+        if torch.is_tensor(batch.get("input_ids")):
+            self.discovering = True
+            try:
+                self._handles += discovery.discover(self._model(), self, batch["input_ids"])
+            finally:
+                self.discovering = False
+        self._discovered = True
+
+    def cut(self, batch):
+        """`shard` without its checks. No communication."""
+        part = shard_batch(batch, self.rank, self.size, self.seq_length)
+        if "use_cache" in self._parameters:
             part["use_cache"] = False
         return part
+
+    def owns(self, module) -> bool:
+        return attachment_of(module) is self
+
+    @property
+    def takes_positions(self) -> bool:
+        return "position_ids" in self._parameters
 
     def reduce_loss(self, loss, shift_labels, num_items_in_batch=None):
         """The row's token mean, equal on all ranks; see `loss.reduce_loss`. Collective."""
@@ -155,14 +185,21 @@ class Attachment:
             if row is None:
                 if outermost and current_row() is None:
                     self._refuse_unsharded(module)
-                return None
+                by_name = takes_cache and len(args) < list(parameters).index("use_cache")
+                return (args, {**kwargs, "use_cache": False}) if self.discovering and by_name else None
+            row.group, row.counted = self.group, kwargs.get("num_items_in_batch") is not None or row.counted
             if not row.verified:
                 self.verify(row)
             kwargs = dict(kwargs)
             if not takes_any:
-                del kwargs[ROW_KEY]
+                # What `shard` added and the model has no use for.
+                added = (ROW_KEY, "shift_labels") if row.positions_given else (ROW_KEY, "shift_labels", "position_ids")
+                kwargs = {key: value for key, value in kwargs.items() if key not in added or key in parameters}
             if takes_cache:
                 kwargs["use_cache"] = False
+            if row.attention_mask is None and "attention_mask" in kwargs:
+                # `shard` added it for those who count tokens; the model shall do what it does without one.
+                kwargs["attention_mask"] = None
             return args, kwargs
 
         def leave(module, args, kwargs, output):
@@ -276,6 +313,8 @@ def _replacements(source):
     for name in BUILDERS:
         if callable(vars(source).get(name)):
             yield name, for_full_row
+    if callable(vars(source).get(balance.NAME)):
+        yield balance.NAME, balance.for_full_row
     if "ALL_ATTENTION_FUNCTIONS" in vars(source):
         yield "ALL_ATTENTION_FUNCTIONS", _Registry
     if callable(vars(source).get("eager_attention_forward")):

@@ -32,15 +32,30 @@ class Row:
             gave none: then documents are told apart by `position_ids`.
         boundaries (`dict`): `cu_seq_lens_q/k` and `max_length_q/k` of the full row, where the user gave them.
         checksum (`torch.Tensor`): of shape `(3,)`, int64; equal on two ranks that read the same row.
+        group (`torch.distributed.ProcessGroup`), counted (`bool`): set when a forward begins: whose ranks share the row,
+            and whether its loss is a sum over `num_items_in_batch`.
+        positions_given (`bool`): whether the user gave `position_ids`; else they were counted, as most models count.
     """
 
-    __slots__ = ("length", "padded", "position_ids", "attention_mask", "boundaries", "checksum", "verified", "_flash")
+    __slots__ = (
+        "length",
+        "padded",
+        "position_ids",
+        "attention_mask",
+        "boundaries",
+        "checksum",
+        "positions_given",
+        "group",
+        "counted",
+        "verified",
+        "_flash",
+    )
 
-    def __init__(self, length, padded, position_ids, attention_mask, boundaries, checksum):
+    def __init__(self, length, padded, position_ids, attention_mask, boundaries, checksum, positions_given=True):
         self.length, self.padded = length, padded
         self.position_ids, self.attention_mask, self.boundaries = position_ids, attention_mask, boundaries
-        self.checksum, self.verified = checksum, False
-        self._flash = None
+        self.checksum, self.positions_given, self.verified = checksum, positions_given, False
+        self.group, self.counted, self._flash = None, False, None
 
     @property
     def padding(self) -> int:
@@ -91,6 +106,7 @@ class Row:
             move(self.attention_mask),
             {name: move(value) for name, value in self.boundaries.items()},
             move(self.checksum),
+            self.positions_given,
         )
         moved.verified = self.verified
         return moved

@@ -71,6 +71,7 @@ def shard_batch(batch: Mapping, rank: int, size: int, seq_length: int | None = N
         attention_mask=None if attention_mask is None else _pad(attention_mask, padding, 0),
         boundaries=_boundaries(batch, length, padding),
         checksum=_checksum(tokens),
+        positions_given=batch.get("position_ids") is not None,
     )
 
     mine = slice(rank * part_length, (rank + 1) * part_length)

@@ -12,7 +12,11 @@ def check_model(model, sp_size: int) -> None:
             f"{name} is an encoder-decoder model: sequence parallelism supports decoder-only models. Train it without."
         )
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    num_heads = getattr(text_config, "num_attention_heads", None)
+    # Configurations whose layers differ have no such number, and say so; then each layer's exchange checks its own.
+    try:
+        num_heads = getattr(text_config, "num_attention_heads", None)
+    except RuntimeError:
+        num_heads = None
     if isinstance(num_heads, int) and sp_size > num_heads:
         raise ValueError(
             f"sp_size={sp_size} exceeds num_attention_heads={num_heads} ({name}): some ranks would have no head to "

@@ -34,8 +34,17 @@ def try_architecture(model_type, heads, kv_heads, cases=CASES, changes=None) -> 
     except Exception as error:
         return {"model": {"status": "impossible", "why": _last_line(error)}}
     results = {"class": type(model).__name__}
-    for case in cases:
-        results[case] = _try_case(model, _batch(model, case))
+    batches = {case: _batch(model, case) for case in cases}
+    references = {case: _reference(model, batch) for case, batch in batches.items()}
+    try:
+        sp = hf_ulysses.attach(model)
+    except Exception as error:
+        return {**results, **{case: _failure(error) for case in cases}}
+    with sp:
+        for case, batch in batches.items():
+            reference = references[case]
+            possible = reference["status"] == "possible"
+            results[case] = _compare(model, sp, batch, reference) if possible else reference
     return results
 
 
@@ -60,33 +69,45 @@ def _batch(model, case):
     return batch
 
 
-def _try_case(model, batch):
+def _reference(model, batch):
+    """Loss and gradients of one process, or why it cannot do this."""
     if batch is None:
         return {"status": "impossible", "why": "takes no position_ids"}
     try:
         model.zero_grad()
-        # With a cache it would not tell documents apart.
-        cache = {"use_cache": False} if "use_cache" in inspect.signature(type(model).forward).parameters else {}
-        whole = _loss(model, {**batch, **cache})
-        whole.backward()
-        reference = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        loss = _loss(model, batch)
+        loss.backward()
     except Exception as error:
         return {"status": "impossible", "why": _last_line(error)}
-    if not torch.isfinite(whole):
-        return {"status": "impossible", "why": f"the loss of one process is {float(whole)}"}
+    if not torch.isfinite(loss):
+        return {"status": "impossible", "why": f"the loss of one process is {float(loss)}"}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"status": "possible", "loss": float(loss.detach()), "gradients": gradients}
+
+
+def _compare(model, sp, batch, reference):
     model.zero_grad()
+    before = sp.exchanges
     try:
-        with hf_ulysses.attach(model) as sp:
-            part = sp.shard(batch)
-            loss = sp.reduce_loss(_loss(model, part), part["shift_labels"])
-            loss.backward()
-            result = {"exchanges": sp.exchanges, "gathered": sorted(getattr(sp, "gathered", ()))}
+        part = sp.shard(batch)
+        loss = sp.reduce_loss(_loss(model, part), part["shift_labels"])
+        loss.backward()
     except Exception as error:
-        return {"status": "refused" if _ours(error) else "error", "why": _last_line(error)}
-    result["loss"] = abs(float(loss.detach()) - float(whole.detach())) / abs(float(whole.detach()))
-    result["gradient"], result["worst"] = _worst_gradient(model, reference)
-    exact = result["loss"] < LOSS_TOLERANCE and result["gradient"] < GRADIENT_TOLERANCE
-    return {"status": "exact" if exact else "wrong", **result}
+        return _failure(error)
+    error = abs(float(loss.detach()) - reference["loss"]) / abs(reference["loss"])
+    gradient, worst = _worst_gradient(model, reference["gradients"])
+    return {
+        "status": "exact" if error < LOSS_TOLERANCE and gradient < GRADIENT_TOLERANCE else "wrong",
+        "loss": error,
+        "gradient": gradient,
+        "worst": worst,
+        "exchanges": sp.exchanges - before,
+        "gathered": sorted(sp.gathered),
+    }
+
+
+def _failure(error):
+    return {"status": "refused" if _ours(error) else "error", "why": _last_line(error)}
 
 
 def _loss(model, batch):

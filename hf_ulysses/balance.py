@@ -1,0 +1,53 @@
+"""The load-balancing loss of mixtures of experts, from the whole row's statistics.
+
+It is a product of two means over tokens, so means over shards do not add up to it. Modelling files have their own copy of
+`load_balancing_loss_func(gate_logits, num_experts, top_k, attention_mask)`; the wrapper gathers the router logits, which
+are small, and gives the function the whole row. Every rank then has the row's auxiliary loss, which `reduce_loss`
+weights like the rest of its loss; where the loss is a sum over a count of the whole step, each rank takes its 1 / sp_size.
+"""
+
+import functools
+import inspect
+
+import torch
+
+from .gather import gather_sequence
+from .row import current_row
+
+NAME = "load_balancing_loss_func"
+
+
+@functools.lru_cache(maxsize=64)
+def for_full_row(balance):
+    """Wrap a load-balancing loss so that it sees the full row while a sharded forward runs."""
+    signature = inspect.signature(balance)
+    if not {"gate_logits", "attention_mask"} <= set(signature.parameters):
+        return balance
+
+    @functools.wraps(balance)
+    def balance_row(*args, **kwargs):
+        row = current_row()
+        bound = signature.bind(*args, **kwargs)
+        gates = bound.arguments["gate_logits"]
+        if row is None or not isinstance(gates, tuple):
+            return balance(*args, **kwargs)
+        bound.arguments["gate_logits"] = _gather(gates, row)
+        bound.arguments["attention_mask"] = None if row.attention_mask is None else row.attention_mask[:, : row.length]
+        loss = balance(*bound.args, **bound.kwargs)
+        return loss / torch.distributed.get_world_size(row.group) if row.counted else loss
+
+    return balance_row
+
+
+def _gather(gates, row):
+    """`(B * s, experts)` per layer -> `(B * S, experts)`, in one collective where the layers are alike."""
+    batch_size = row.position_ids.shape[-2]
+    gates = [gate.reshape(batch_size, -1, gate.shape[-1]) for gate in gates]
+    groups = {}
+    for index, gate in enumerate(gates):
+        groups.setdefault((gate.shape, gate.device), []).append(index)
+    for indices in groups.values():
+        full = gather_sequence(torch.stack([gates[i] for i in indices]), row.group, dim=2, length=row.length)
+        for i, gate in zip(indices, full):
+            gates[i] = gate.flatten(0, 1)
+    return tuple(gates)

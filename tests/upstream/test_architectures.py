@@ -1,0 +1,116 @@
+"""A few architectures of each way in which attention or mixing differs; scripts/sweep_architectures.py tries all of them."""
+
+import pytest
+import torch
+
+import hf_ulysses
+
+from ..models import batch_of, build
+from ..one_architecture import try_architecture
+
+# What stands between attention and exactness, in this order of names: grouped experts and their auxiliary loss, sinks,
+# gated delta net, state space, convolution, indexer, ALiBi outside of the interface, positions counted behind padding,
+# positions counted by the embedding, a decoder that scores labels as they are, a head that shifts by itself, no interface.
+EXCHANGED = ("llama", "qwen3_moe", "gpt_oss", "gemma3", "opt")
+GATHERED = {
+    "qwen3_next": ("linear_attn",),
+    "nemotron_h": ("mixer",),
+    "lfm2": ("conv",),
+    "deepseek_v32": ("self_attn", "indexer"),
+    "bloom": ("self_attention",),
+    "roberta": ("embeddings",),
+    "openai-gpt": ("attn",),
+    "whisper": (),
+}
+
+
+@pytest.mark.parametrize("model_type", [*EXCHANGED, *GATHERED])
+def test_exact(ranks, model_type):
+    for found in ranks(2).run(try_architecture, model_type, 4, 2):
+        statuses = {case: found[case] for case in ("unpacked", "packed", "left_padded")}
+        assert all(answer["status"] in ("exact", "impossible") for answer in statuses.values()), statuses
+        assert statuses["unpacked"]["status"] == "exact"
+        gathered = {name.rpartition(".")[2] for name in statuses["unpacked"]["gathered"]}
+        assert gathered == set(GATHERED.get(model_type, ()))
+
+
+def sharded_loss(change):
+    """Loss of a tiny Llama that `change` has spoiled: whole, and sharded."""
+    model = build("llama", dtype=torch.float32)
+    change(model)
+    batch = batch_of(1, 33)
+    whole = model(**batch, use_cache=False).loss
+    with hf_ulysses.attach(model) as sp:
+        part = sp.shard(batch)
+        loss = sp.reduce_loss(model(**part).loss, part["shift_labels"])
+        return whole.item(), loss.item(), sp.gathered
+
+
+class Convolving(torch.nn.Module):
+    """A layer that nobody knows: it adds what the token before had."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def convolve(model):
+    model.model.layers[1].mlp = Convolving(model.model.layers[1].mlp)
+
+
+def test_a_convolution_that_nobody_knows_runs_on_the_whole_row(ranks):
+    for whole, sharded, gathered in ranks(2).run(sharded_loss, convolve):
+        assert sharded == pytest.approx(whole, rel=1e-5)
+        assert gathered == ["model.layers.1.mlp"]
+
+
+def average_over_the_row(model):
+    model.model.forward = _averaging(model.model.forward)
+
+
+def _averaging(forward):
+    def averaging(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state + output.last_hidden_state.mean(dim=1, keepdim=True)
+        return output
+
+    return averaging
+
+
+def refused(change):
+    model = build("llama", dtype=torch.float32)
+    change(model)
+    with hf_ulysses.attach(model) as sp, pytest.raises(ValueError, match="cannot be trained exactly over sp_size=2"):
+        sp.shard(batch_of(1, 33))
+
+
+def test_what_mixes_around_the_layers_is_refused(ranks):
+    ranks(2).run(refused, average_over_the_row)
+
+
+def checkpointed(model_type, reentrant):
+    """Gradients with and without gradient checkpointing of a model with gathered layers."""
+    from ..tiny_models import tiny_config, tiny_model
+
+    model = tiny_model(tiny_config(model_type))
+    batch = {**batch_of(1, 33), "input_ids": batch_of(1, 33)["input_ids"] % 96}
+    batch["labels"] = batch["input_ids"]
+    gradients = []
+    with hf_ulysses.attach(model) as sp:
+        for checkpointing in (False, True):
+            if checkpointing:
+                enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+                enable({"use_reentrant": reentrant})
+            model.zero_grad()
+            part = sp.shard(batch)
+            sp.reduce_loss(model(**part).loss, part["shift_labels"]).backward()
+            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    return max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2"])
+def test_gradient_checkpointing_runs_gathered_layers_again(ranks, model_type):
+    assert max(ranks(2).run(checkpointed, model_type, False)) < 1e-5
