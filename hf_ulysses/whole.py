@@ -218,7 +218,7 @@ def _sequence_dim(tensor, length):
     """Where a sequence of `length` lies in a tensor that discovery has not seen: models put it behind the batch."""
     if tensor.dim() == 1:
         return 0 if tensor.shape[0] == length else None
-    return 1 if tensor.dim() <= 3 and tensor.shape[1] == length else None
+    return 1 if tensor.dim() in (2, 3) and tensor.shape[1] == length else None
 
 
 def _shorten(tensor, padded, length):

@@ -79,7 +79,7 @@ SPECIAL = {
         layer_types=["sliding_attention", "full_attention"],
         rope_parameters={kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
                          for kind in ("sliding_attention", "full_attention")}),
-    "dbrx": lambda h, g: dict(attn_config={"kv_n_heads": g, "clip_qkv": 8.0},
+    "dbrx": lambda h, g: dict(attn_config={"kv_n_heads": g, "clip_qkv": 8.0, "rope_theta": 10000.0},
                               ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2,
                                           "hidden_size": h * HEAD_SIZE}),
     "deepseek_v2": dict(topk_group=1, n_group=1, num_experts_per_tok=2),
@@ -98,7 +98,7 @@ SPECIAL = {
     "qwen4_exp_text": dict(indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=32, indexer_budget=16,
                            indexer_compress_ratio=4),
     "recurrent_gemma": dict(num_hidden_layers=3),
-    "reformer": lambda h, g: dict(is_decoder=True, axial_pos_embds_dim=[16, h * HEAD_SIZE - 16]),
+    "reformer": dict(is_decoder=True, axial_pos_embds=False),
     "xlstm": lambda h, g: dict(num_heads=h, qk_dim_factor=1.0),
     "xmod": dict(default_language="en_XX"),
     "zaya": dict(num_experts_per_tok=1),
@@ -155,6 +155,8 @@ def _rule(name, value, heads, kv_heads):
                 return rule.get(name.partition("_")[0], 2) if isinstance(value, int) else _KEEP
             if rule is None:
                 return _KEEP if value is None else heads * HEAD_SIZE
+            if rule == 0.0 and type(value) is int:
+                return 0
             return rule(heads, kv_heads) if callable(rule) else rule
     return _KEEP
 

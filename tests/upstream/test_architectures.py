@@ -30,7 +30,8 @@ def test_exact(ranks, model_type):
         statuses = {case: found[case] for case in ("unpacked", "packed", "left_padded")}
         assert all(answer["status"] in ("exact", "impossible") for answer in statuses.values()), statuses
         assert statuses["unpacked"]["status"] == "exact"
-        gathered = {name.rpartition(".")[2] for name in statuses["unpacked"]["gathered"]}
+        modules = [name for name in statuses["unpacked"]["gathered"] if not name.endswith("around its layers")]
+        gathered = {name.rpartition(".")[2] for name in modules}
         assert gathered == set(GATHERED.get(model_type, ()))
 
 
