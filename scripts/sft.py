@@ -97,11 +97,13 @@ def main():
             raise ValueError("The training rows are tokenized, the evaluation rows are not: give both in one form.")
         training_arguments.dataset_kwargs = {"skip_prepare_dataset": True}
 
+    # ModelConfig calls it torch_dtype before TRL 0.24.
+    dtype = getattr(model_arguments, "dtype", None) or getattr(model_arguments, "torch_dtype", None) or "auto"
     trainer = SFTTrainer(
         model=AutoModelForCausalLM.from_pretrained(
             model_arguments.model_name_or_path,
             revision=model_arguments.model_revision,
-            dtype=model_arguments.dtype or "auto",
+            dtype=dtype,
             attn_implementation=model_arguments.attn_implementation,
         ),
         args=training_arguments,
