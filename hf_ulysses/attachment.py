@@ -48,13 +48,13 @@ class Attachment:
         group (`torch.distributed.ProcessGroup`), size (`int`), rank (`int`): the sequence-parallel group.
         exchanges (`int`): attention calls that went through the exchange since attaching.
         gathered (`list[str]`): modules that run on the whole row (see whole.py), known after the first `shard`.
-        require_shards (`bool`): whether a training forward on an unsharded batch is an error.
+        under_engine (`bool`): whether all ranks train this model together, data-parallel ones too.
     """
 
-    def __init__(self, model, group, seq_length=None, require_shards=False):
+    def __init__(self, model, group, seq_length=None, under_engine=False):
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.seq_length, self.require_shards = seq_length, require_shards
+        self.seq_length, self.under_engine = seq_length, under_engine
         self.exchanges, self.gathered = 0, []
         self._parameters = inspect.signature(type(model).forward).parameters
         self._discovered, self.discovering = self.size == 1, False
@@ -91,26 +91,38 @@ class Attachment:
         Raises:
             ValueError: a batch that cannot be cut (see `sharding.py`), or rows that differ within the group.
         """
-        part = self.cut(batch)
+        part = self.cut(batch, self.seq_length)
         self.verify(part[ROW_KEY])
-        if not self._discovered:
-            self._discover(batch)
+        self.discover(batch.get("input_ids"))
         if self.scores_own_labels and torch.is_tensor(part.get("labels")):
             part["shift_labels"] = part["labels"]
         return part
 
-    def _discover(self, batch):
-        if torch.is_tensor(batch.get("input_ids")):
-            self.discovering = True
-            try:
-                self._handles += discovery.discover(self._model(), self, batch["input_ids"])
-            finally:
-                self.discovering = False
+    def discover(self, tokens=None):
+        """Find out, once, which modules need the whole row (discovery.py); `shard` does it by itself. Collective.
+
+        Args:
+            tokens (`torch.Tensor`, *optional*): of shape `(B, S)`, what the trial row is made of; any tokens do.
+        """
+        if self._discovered:
+            return
+        model = self._model()
+        if not hasattr(model, "get_input_embeddings"):
+            # Not a language model: there is no telling what a row of it looks like.
+            self._discovered = True
+            return
+        if not torch.is_tensor(tokens):
+            tokens = torch.arange(64, device=next(model.parameters()).device)[None]
+        self.discovering = True
+        try:
+            self._handles += discovery.discover(model, self, tokens)
+        finally:
+            self.discovering = False
         self._discovered = True
 
-    def cut(self, batch):
+    def cut(self, batch, seq_length=None):
         """`shard` without its checks. No communication."""
-        part = shard_batch(batch, self.rank, self.size, self.seq_length)
+        part = shard_batch(batch, self.rank, self.size, seq_length)
         if "use_cache" in self._parameters:
             part["use_cache"] = False
         return part
@@ -212,11 +224,12 @@ class Attachment:
         ]
 
     def _refuse_unsharded(self, module):
-        if self.require_shards and module.training and torch.is_grad_enabled():
+        if module.training and torch.is_grad_enabled():
             raise ValueError(
                 f"{type(module).__name__} was attached for sequence parallelism (sp_size={self.size}) but trains on a "
-                "batch that was not sharded. Pass the dataloader to accelerator.prepare() together with the model, "
-                "or wrap it: dataloader = accelerator.deepspeed_ulysses_dl_adapter(dataloader, model)."
+                "batch that was not sharded. Pass all of `sp.shard(batch)` to the model. Under Accelerate, pass the "
+                "dataloader to accelerator.prepare() together with the model, or wrap it: "
+                "dataloader = accelerator.deepspeed_ulysses_dl_adapter(dataloader, model)."
             )
 
     def row_outside_kwargs(self, module, row):
@@ -237,12 +250,12 @@ class Attachment:
         self._verifications += 1
         if (self._verifications - 1) % _VERIFY_EVERY:
             return
-        checksums = row.checksum.new_empty(self.size * 3)
+        checksums = row.checksum.new_empty(self.size * len(row.checksum))
         all_gather_single(checksums, row.checksum.contiguous(), group=self.group)
-        checksums = checksums.view(self.size, 3).tolist()
+        checksums = checksums.view(self.size, -1).tolist()
         if any(checksum != checksums[0] for checksum in checksums):
             raise ValueError(
-                "The ranks of a sequence-parallel group read different rows; (batch, length, checksum) per rank: "
+                "The ranks of a sequence-parallel group read different rows; (batch, length, checksums of tokens and labels) per rank: "
                 f"{[tuple(c) for c in checksums]}. All of them must read the same batch: split the data over "
                 "data-parallel ranks only, seed shuffling and random collators alike, and check that `group` is not "
                 "the data-parallel group."
@@ -255,14 +268,15 @@ def detach_all() -> None:
         attachment.detach()
 
 
-def attach(model, group=None, *, seq_length=None, require_shards=False) -> Attachment:
+def attach(model, group=None, *, seq_length=None, under_engine=False) -> Attachment:
     """Attach sequence parallelism to `model`. Not collective, but every rank of `group` must do it.
 
     Args:
         model (`torch.nn.Module`): a Transformers model, wrapped (PEFT, DDP, FSDP2, DeepSpeed) or not.
         group (`torch.distributed.ProcessGroup`, *optional*): whose ranks share a row; defaults to all ranks.
         seq_length (`int`, *optional*): the only row length allowed.
-        require_shards (`bool`, *optional*, defaults to `False`): make training on an unsharded batch an error.
+        under_engine (`bool`, *optional*, defaults to `False`): all ranks of the world train this model together, so that
+            what is collective at the start is so over all of them.
 
     Returns:
         `Attachment`
@@ -273,10 +287,13 @@ def attach(model, group=None, *, seq_length=None, require_shards=False) -> Attac
     if not dist.is_initialized():
         raise ValueError("attach() needs torch.distributed: call torch.distributed.init_process_group() first.")
     group = dist.group.WORLD if group is None else group
-    if attachment_of(model) is not None:
-        raise ValueError(f"{type(model).__name__} is attached already: detach() it first.")
+    if dist.get_rank(group) < 0:
+        raise ValueError("attach() was called by a rank outside of `group`: pass the group that this rank shares rows with.")
+    for module in model.modules():
+        if attachment_of(module) is not None:
+            raise ValueError(f"{type(module).__name__} is attached already: detach() it first.")
     support.check_model(model, dist.get_world_size(group))
-    return Attachment(model, group, seq_length, require_shards)
+    return Attachment(model, group, seq_length, under_engine)
 
 
 class _Registry:

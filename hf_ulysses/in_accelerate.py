@@ -49,7 +49,7 @@ def attach_model(accelerator, model) -> Attachment:
     view = view_of(accelerator)
     if view.attention_to_set is not None and hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation(view.attention_to_set)
-    attachment = attach(model, sp_group(accelerator), seq_length=view.seq_length, require_shards=True)
+    attachment = attach(model, sp_group(accelerator), seq_length=view.seq_length, under_engine=True)
     _say_once(accelerator, model)
     return attachment
 
@@ -187,6 +187,7 @@ class _ShardingCollate:
 def yield_shards(loader, attachment):
     """Make a prepared loader yield this rank's parts. Composes the collate function, so that whatever builds another
     loader from this one (`skip_first_batches`) shards too. Returns the loader."""
+    attachment.discover()
     base = getattr(loader, "base_dataloader", loader)
     if not isinstance(base.collate_fn, _ShardingCollate):
         base.collate_fn = _ShardingCollate(base.collate_fn, attachment.rank, attachment.size, attachment.seq_length)

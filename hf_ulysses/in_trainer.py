@@ -113,6 +113,7 @@ def wrap_training_step(original):
         if view is None:
             return original(self, model, inputs, *args, **kwargs)
         attachment = attachment_of_trainer(self)
+        attachment.discover(inputs.get("input_ids"))
         if view.startup_check and not attachment.checked:
             attachment.loss_rule = check_first_step(self, attachment, model, self._prepare_input(inputs))
             attachment.checked = True

@@ -81,10 +81,18 @@ class Patches:
     def apply(self) -> None:
         if self.applied:
             return
+        assert len({patch.target for patch in self.table}) == len(self.table), "two patches of one symbol"
         for patch in self.table:
             patch.check()
-        for patch in self.table:
-            patch.apply()
+        done = []
+        try:
+            for patch in self.table:
+                patch.apply()
+                done.append(patch)
+        except BaseException:
+            for patch in reversed(done):
+                patch.undo()
+            raise
         self.applied = True
 
     def undo(self) -> None:

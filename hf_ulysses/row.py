@@ -31,7 +31,7 @@ class Row:
         attention_mask (`torch.Tensor`, *optional*): of shape `(B, padded)`, zero on the padding; `None` when the user
             gave none: then documents are told apart by `position_ids`.
         boundaries (`dict`): `cu_seq_lens_q/k` and `max_length_q/k` of the full row, where the user gave them.
-        checksum (`torch.Tensor`): of shape `(3,)`, int64; equal on two ranks that read the same row.
+        checksum (`torch.Tensor`): of shape `(4,)`, int64; equal on two ranks that read the same row.
         group (`torch.distributed.ProcessGroup`), counted (`bool`): set when a forward begins: whose ranks share the row,
             and whether its loss is a sum over `num_items_in_batch`.
         positions_given (`bool`): whether the user gave `position_ids`; else they were counted, as most models count.

@@ -69,8 +69,8 @@ def shard_batch(batch: Mapping, rank: int, size: int, seq_length: int | None = N
         padded=length + padding,
         position_ids=position_ids,
         attention_mask=None if attention_mask is None else _pad(attention_mask, padding, 0),
-        boundaries=_boundaries(batch, length, padding),
-        checksum=_checksum(tokens),
+        boundaries=_boundaries(batch, batch_size, length, padding),
+        checksum=_checksum(tokens, labels),
         positions_given=batch.get("position_ids") is not None,
     )
 
@@ -158,11 +158,16 @@ def _pad_positions(position_ids, padding):
     return torch.cat([position_ids, tail], dim=-1)
 
 
-def _boundaries(batch, length, padding):
+def _boundaries(batch, batch_size, length, padding):
     """The full row's `cu_seq_lens_*` and `max_length_*`, with the padding as one more document."""
     given = {key: batch[key] for key in BOUNDARY_KEYS if batch.get(key) is not None}
-    if not padding:
+    if not padding or not given:
         return given
+    if batch_size > 1:
+        raise ValueError(
+            f"cu_seq_lens with {batch_size} rows of {length} tokens: padding every row by {padding} would move their "
+            "boundaries. Flatten the batch into one row, or pad the rows to a multiple of sp_size in the collator."
+        )
     for key, value in given.items():
         if key.startswith("cu_seq_lens"):
             given[key] = torch.cat([value, value.new_full((1,), length + padding)])
@@ -171,14 +176,17 @@ def _boundaries(batch, length, padding):
     return given
 
 
-def _checksum(tokens):
-    """Shape and content of a batch as three integers, `(3,)` int64; integer arithmetic, so equal on every device."""
-    if tokens.is_floating_point():
-        width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tokens.element_size()]
-        flat = tokens.detach().contiguous().view(width).reshape(-1).long()
-    else:
-        flat = tokens.reshape(-1).long()
+def _checksum(tokens, labels):
+    """Shape and content of a batch as integers, `(4,)` int64; integer arithmetic, so equal on every device."""
+    shape = torch.tensor(tokens.shape[:2], device=tokens.device)
+    return torch.cat([shape, _weighted_sum(tokens), _weighted_sum(shape if labels is None else labels)])
+
+
+def _weighted_sum(tensor):
+    if tensor.is_floating_point():
+        width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+        tensor = tensor.detach().contiguous().view(width)
+    flat = tensor.reshape(-1).long()
     # Weights that do not repeat within 65521 tokens: swapping two tokens changes the sum.
     weights = torch.arange(flat.numel(), device=flat.device) % 65521 + 1
-    shape = torch.tensor(tokens.shape[:2], device=flat.device)
-    return torch.cat([shape, (flat * weights).sum(dim=0, keepdim=True)])
+    return (flat * weights).sum(dim=0, keepdim=True)

@@ -127,11 +127,11 @@ def test_two_attached_models_with_other_heads(ranks):
             assert_same(ours, theirs, exchanges=2)
 
 
-def beside_others(require_shards):
+def beside_others():
     """An attached model between a copy of it and one of the same class: they take full rows as before."""
     model = build()
     early = copy.deepcopy(model)
-    sp = hf_ulysses.attach(model, require_shards=require_shards)
+    sp = hf_ulysses.attach(model)
     late = copy.deepcopy(model)
     assert attachment_of(late) is None and all(attachment_of(module) is None for module in late.modules())
     steps = [
@@ -147,10 +147,9 @@ def beside_others(require_shards):
     return steps
 
 
-@pytest.mark.parametrize("require_shards", [False, True])
-def test_copies_are_not_attached(ranks, require_shards):
+def test_copies_are_not_attached(ranks):
     reference = ranks(1).run(plain_steps, [{}], [BATCH])[0][0]
-    for steps in ranks(2).run(beside_others, require_shards):
+    for steps in ranks(2).run(beside_others):
         for step in steps:
             assert_same(step, reference)
 
@@ -308,24 +307,20 @@ def test_rows_are_compared_again_every_hundred_batches(ranks):
     assert ranks(2).run(verified_again) == [(1, 99)] * 2
 
 
-def unsharded(require_shards):
+def unsharded():
     model = build()
-    with hf_ulysses.attach(model, require_shards=require_shards) as sp:
+    with hf_ulysses.attach(model) as sp:
         model.eval()(**BATCH)
         with torch.no_grad():
             model.train()(**BATCH)
-        if require_shards:
-            with pytest.raises(ValueError, match=r"(?s)LlamaForCausalLM was attached.*sp_size=2.*not sharded.*prepare"):
-                model(**BATCH)
-        else:
+        with pytest.raises(ValueError, match=r"(?s)LlamaForCausalLM was attached.*sp_size=2.*not sharded.*prepare"):
             model(**BATCH)
         model(**sp.shard(BATCH))
         return sp.exchanges
 
 
-@pytest.mark.parametrize("require_shards", [False, True])
-def test_training_on_what_was_not_sharded(ranks, require_shards):
-    assert ranks(2).run(unsharded, require_shards) == [2, 2]
+def test_training_on_what_was_not_sharded(ranks):
+    assert ranks(2).run(unsharded) == [2, 2]
 
 
 def refusals():

@@ -202,51 +202,86 @@ def planted(kind):
 
 @pytest.mark.parametrize("engine", ["ddp", "zero3"])
 @pytest.mark.parametrize("kind", ["mixes positions", "bypasses the interface", "shifts again"])
+def test_planted_faults_are_found_and_made_exact(ranks, kind, engine):
+    expected = ranks(1).run(train_planted, kind, engine="plain", sp=1)[0]
+    for result in ranks(2).run(train_planted, kind, engine=engine, sp=2):
+        assert result["loss"] == pytest.approx(expected["loss"], rel=2e-5)
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-5)
+
+
+def train_planted(kind, **settings):
+    return train(steps=2, model=planted(kind), **settings)
+
+
+def planted_refusal(kind, engine):
+    """The start-up check alone: as for a fault that running modules on the whole row does not mend."""
+    from hf_ulysses.attachment import Attachment
+
+    discover = Attachment.discover
+    Attachment.discover = lambda self, tokens=None: None
+    try:
+        return refusal(dict(engine=engine, sp=2), model=lambda: planted(kind))
+    finally:
+        Attachment.discover = discover
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+@pytest.mark.parametrize("kind", ["mixes positions", "bypasses the interface", "shifts again"])
 def test_start_up_check_finds_planted_faults(ranks, kind, engine):
     for message in ranks(2).run(planted_refusal, kind, engine):
         assert message is not None, "was trained"
         assert message.startswith("Start-up check")
 
 
-def planted_refusal(kind, engine):
-    return refusal(dict(engine=engine, sp=2), model=lambda: planted(kind))
+def weighted_mean():
+    """A trainer whose loss is a mean weighted by class: it splits over shards neither by targets nor by a count."""
+    import transformers
 
+    class Weighted(transformers.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            weight = torch.arange(1.0, logits.shape[-1] + 1)
+            loss = torch.nn.functional.cross_entropy(logits, targets, weight=weight)
+            return (loss, outputs) if return_outputs else loss
 
-def ignores_the_count(expected=None):
-    """A trainer whose compute_loss is a mean of its own, which does not split over shards."""
-    from transformers import Trainer
-
-    original = Trainer.compute_loss
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(**inputs)
-        labels = inputs["shift_labels"] if "shift_labels" in inputs else torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
-        loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
-        return (loss, outputs) if return_outputs else loss
-
-    Trainer.compute_loss = compute_loss
+    original, transformers.Trainer = transformers.Trainer, Weighted
     try:
         return refusal(dict(engine="ddp", sp=2))
     finally:
-        Trainer.compute_loss = original
+        transformers.Trainer = original
 
 
 def test_start_up_check_finds_a_loss_that_does_not_split(ranks):
-    for message in ranks(2).run(ignores_the_count):
+    for message in ranks(2).run(weighted_mean):
         assert message is not None and "num_items_in_batch" in message
 
 
-def check_off(engine):
+def check_off():
+    from hf_ulysses import in_trainer
+
+    def fail(*args):
+        raise AssertionError("checked")
+
+    check, in_trainer.check_first_step = in_trainer.check_first_step, fail
+    try:
+        return trains_without_check()
+    finally:
+        in_trainer.check_first_step = check
+
+
+def trains_without_check():
     from hf_ulysses import ParallelismConfig, SequenceParallelConfig
 
     config = ParallelismConfig(
         sp_backend="torch", sp_size=2, sp_handler=SequenceParallelConfig(startup_check=False)
     )
-    return refusal(dict(engine="ddp", sp=2, parallelism_config=config), model=lambda: planted("mixes positions"))
+    return refusal(dict(engine="ddp", sp=2, parallelism_config=config))
 
 
 def test_start_up_check_can_be_switched_off(ranks):
-    assert ranks(2).run(check_off, "ddp") == [None, None]
+    assert ranks(2).run(check_off) == [None, None]
 
 
 def test_fixed_row_length(ranks):
