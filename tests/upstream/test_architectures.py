@@ -115,3 +115,25 @@ def checkpointed(model_type, reentrant):
 @pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2"])
 def test_gradient_checkpointing_runs_gathered_layers_again(ranks, model_type):
     assert max(ranks(2).run(checkpointed, model_type, False)) < 1e-5
+
+
+def found_in_half_precision(model_type):
+    """Modules that run on the whole row in a model as it is initialised, where their effect on the logits is small."""
+    from transformers import AutoModelForCausalLM
+
+    from ..tiny_models import tiny_config
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type)).to(torch.bfloat16)
+    ids = torch.randint(3, 99, (1, 46), generator=torch.Generator().manual_seed(0))
+    with hf_ulysses.attach(model) as sp:
+        sp.shard({"input_ids": ids, "labels": ids})
+        return sp.gathered
+
+
+@pytest.mark.parametrize(
+    "model_type, modules",
+    [("llama", []), ("mixtral", []), ("lfm2", ["model.layers.0.conv"]), ("qwen3_next", ["model.layers.0.linear_attn"])],
+)
+def test_half_precision_is_not_mistaken_for_mixing(ranks, model_type, modules):
+    assert ranks(2).run(found_in_half_precision, model_type) == [modules, modules]
