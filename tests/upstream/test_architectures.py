@@ -11,8 +11,9 @@ from ..one_architecture import try_architecture
 # What stands between attention and exactness, in this order of names: grouped experts and their auxiliary loss, sinks,
 # gated delta net, state space, convolution, indexer, ALiBi outside of the interface, positions counted behind padding,
 # positions counted by the embedding, a decoder that scores labels as they are, a head that shifts by itself, no interface.
-EXCHANGED = ("llama", "qwen3_moe", "gpt_oss", "gemma3", "opt")
+EXCHANGED = ("llama", "qwen3_moe", "gpt_oss", "gemma3")
 GATHERED = {
+    "opt": ("embed_positions",),
     "qwen3_next": ("linear_attn",),
     "nemotron_h": ("mixer",),
     "lfm2": ("conv",),
