@@ -42,9 +42,10 @@ def check_model(model, sp_size: int) -> None:
             )
 
 
-# TRL trainers whose loss needs whole rows, or that build their model inputs from other keys. By name, because their
-# batches are only known when training starts; whatever is not here meets the start-up check and `shard`'s refusals.
-_TRL_TRAINERS = ("SFTTrainer",)
+# Of TRL's trainers, those whose loss splits over shards; the others need whole rows, or build their model inputs from
+# other keys. By name, because their batches are only known when training starts; everybody's own trainers meet the
+# start-up check and `shard`'s refusals. BaseTrainer is the common base class, which computes no loss.
+_TRL_TRAINERS = ("SFTTrainer", "BaseTrainer")
 
 
 def check_trainer(trainer, counts_input_tokens: bool) -> None:
@@ -55,7 +56,7 @@ def check_trainer(trainer, counts_input_tokens: bool) -> None:
             if cls.__name__ not in _TRL_TRAINERS:
                 raise ValueError(
                     f"{cls.__name__} is not supported with sequence parallelism: its loss needs whole rows. Supported of "
-                    f"TRL: {list(_TRL_TRAINERS)}. Set sp_size=1, or remove the parallelism config."
+                    "TRL: SFTTrainer. Set sp_size=1, or remove the parallelism config."
                 )
         if cls.__name__ == "Seq2SeqTrainer" and package == "transformers":
             raise ValueError(
