@@ -301,8 +301,9 @@ class _Trace:
             return None
         if sum(mine.shape[d] == self.shard for d in changed) > 1:
             return f"a shard's {mine.shape} where the row has {whole.shape}"
-        if whole.counts:
-            return None  # Counters, indices: what they do to the values shows in the values.
+        if whole.counts or len(whole.shape) < 3:
+            # Counters and indices, and tokens in no order of the row's (an expert's): what comes of them is judged.
+            return None
         dims = changed or [d for d in whole.sums if whole.shape[d] == self.length]
         if len(dims) != 1:
             return None
