@@ -53,7 +53,8 @@ PAIRWISE = [
     ("ddp", 2, 1, 4, "trainer"),
     pytest.param("fsdp2", 2, 1, 1, "trainer", marks=FLOOR),
     ("zero0", 2, 2, 4, "trainer"),
-    pytest.param("zero2", 2, 2, 4, "trainer", marks=FLOOR),
+    # Not on the floor: there ZeRO-2 with accumulation differs from one process without sequence parallelism, too.
+    ("zero2", 2, 2, 4, "trainer"),
     pytest.param("zero3", 2, 2, 1, "trainer", marks=FLOOR),
     pytest.param("ddp", 2, 2, 1, "sft", marks=FLOOR),
     ("fsdp2", 2, 2, 4, "sft"),
