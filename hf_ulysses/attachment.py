@@ -288,7 +288,9 @@ def attach(model, group=None, *, seq_length=None, under_engine=False) -> Attachm
         raise ValueError("attach() needs torch.distributed: call torch.distributed.init_process_group() first.")
     group = dist.group.WORLD if group is None else group
     if dist.get_rank(group) < 0:
-        raise ValueError("attach() was called by a rank outside of `group`: pass the group that this rank shares rows with.")
+        raise ValueError(
+            "attach() was called by a rank outside of `group`: pass the group that this rank shares rows with."
+        )
     for module in model.modules():
         if attachment_of(module) is not None:
             raise ValueError(f"{type(module).__name__} is attached already: detach() it first.")

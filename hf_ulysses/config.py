@@ -156,7 +156,9 @@ class StateView(ParallelismConfig):
             self.sp_backend = backend
 
     def _check_sizes(self, ranks: int):
-        sizes = f"dp_replicate_size={self.dp_replicate_size} x dp_shard_size={self.dp_shard_size} x sp_size={self.sp_size}"
+        sizes = (
+            f"dp_replicate_size={self.dp_replicate_size} x dp_shard_size={self.dp_shard_size} x sp_size={self.sp_size}"
+        )
         total = self.dp_replicate_size * self.dp_shard_size * self.sp_size
         if total != ranks:
             raise ValueError(f"{sizes} = {total}, but there are {ranks} processes. {self._proposal(ranks)}")

@@ -95,7 +95,15 @@ class DocumentMask(torch.Tensor):
         if func is torch.Tensor.detach:
             return args[0]
         # Attribute reads (shape, dtype, device ...) and what only asks for sizes are answered by the stand-in.
-        if getattr(func, "__name__", "") in ("__get__", "dim", "size", "stride", "is_floating_point", "numel", "__len__"):
+        if getattr(func, "__name__", "") in (
+            "__get__",
+            "dim",
+            "size",
+            "stride",
+            "is_floating_point",
+            "numel",
+            "__len__",
+        ):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():

@@ -21,7 +21,9 @@ def check_versions() -> None:
                 raise ImportError(f"hf_ulysses needs {name}>={minimum}: pip install -U {name}") from None
             continue
         if Version(installed) < Version(minimum):
-            raise ImportError(f"hf_ulysses needs {name}>={minimum}, but {installed} is installed: pip install -U {name}")
+            raise ImportError(
+                f"hf_ulysses needs {name}>={minimum}, but {installed} is installed: pip install -U {name}"
+            )
 
 
 def enable() -> None:

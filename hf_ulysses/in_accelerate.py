@@ -13,7 +13,6 @@ from contextvars import ContextVar
 import torch
 
 from .attachment import Attachment, attach, attachment_of
-from .row import Row
 from .sharding import shard_batch
 
 # The accelerator whose `prepare_data_loader` runs: the function it calls gets no reference to it.
@@ -318,6 +317,3 @@ def wrap_all_gather(original):
         return _AllGather.apply(tensor, group)
 
     return all_gather
-
-
-__all__ = ["Row", "attach_model", "gathering_rows", "view_of"]

@@ -58,7 +58,11 @@ def _by_documents(build, arguments, row):
     """The row's mask as a `DocumentMask`, `None` where the whole mask is wanted (see documents.py)."""
     # Flash attention gets the boundaries themselves, flex makes a sparse mask, and eager's scores are S x S anyway.
     name, config = build.__name__, arguments["config"]
-    if name not in CAUSAL_BUILDERS or config._attn_implementation != "sdpa" or getattr(config, "is_causal", True) is False:
+    if (
+        name not in CAUSAL_BUILDERS
+        or config._attn_implementation != "sdpa"
+        or getattr(config, "is_causal", True) is False
+    ):
         return None
     documents = documents_module.split(row, arguments.get("position_ids"))
     if documents is None:
@@ -112,7 +116,9 @@ def _widen(arguments, row, name):
             )
     for key in ("cache", "past_key_values"):
         if arguments.get(key, extra.get(key)) is not None:
-            raise ValueError(f"{name} was called with a key/value cache: set use_cache=False with sequence parallelism.")
+            raise ValueError(
+                f"{name} was called with a key/value cache: set use_cache=False with sequence parallelism."
+            )
 
     embeds = "inputs_embeds" if "inputs_embeds" in arguments else "input_embeds"
     local = arguments[embeds]

@@ -20,7 +20,6 @@ from .documents import DocumentMask
 from .gather import gather_sequence
 from .row import ROW_KEY, current_row, hold, release
 
-
 # What discovery saw of an argument or result: the dimension that is as long as the row; `None` when there is none;
 # "mask" for the 2-D padding mask; "absent" for positions that the model counts by itself when the user gives none.
 Where = int | str | None

@@ -124,8 +124,9 @@ def build(model):
     """A trainer that is never used."""
     import tempfile
 
-    import hf_ulysses
     from transformers import Trainer, TrainingArguments
+
+    import hf_ulysses
 
     from .trajectory import _parallelism
 
