@@ -113,9 +113,13 @@ def wrap_training_step(original):
         if view is None:
             return original(self, model, inputs, *args, **kwargs)
         attachment = attachment_of_trainer(self)
-        attachment.discover(inputs.get("input_ids"))
-        if view.startup_check and not attachment.checked:
-            attachment.loss_rule = check_first_step(self, attachment, model, self._prepare_input(inputs))
+        if not attachment.checked:
+            full = self._prepare_input(inputs)
+            if not is_sharded(full):
+                # Compares the rows of peers, then finds out which modules need them whole: before anything is judged.
+                attachment.shard(full)
+            if view.startup_check:
+                attachment.loss_rule = check_first_step(self, attachment, model, full)
             attachment.checked = True
         with _loss_of_the_row(self, attachment), _noise_of_the_row(self, inputs), attachment.own_randomness():
             return original(self, model, inputs, *args, **kwargs)
