@@ -163,6 +163,12 @@ def _loss_of_the_row(trainer, attachment):
     @functools.wraps(compute_loss)
     def compute_row_loss(model, inputs, *args, **kwargs):
         shift_labels = inputs.get("shift_labels")
+        if outside and not attachment.checked and not trainer.model.training:
+            raise ValueError(
+                "Evaluation before training with a loss of your own (compute_loss_func, label smoothing or an overridden "
+                "compute_loss): how it is normalised is only found out in the first training step. Train first "
+                "(eval_on_start=False), or evaluate without sequence parallelism."
+            )
         with outside_loss.one_position_more(trainer.model, inputs) if outside else nullcontext(inputs) as inputs:
             result = compute_loss(model, inputs, *args, **kwargs)
         if shift_labels is None:

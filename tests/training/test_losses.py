@@ -130,3 +130,22 @@ def test_a_step_without_any_target(ranks):
     for result in ranks(2).run(batch_without_targets, engine="zero3", sp=2):
         assert result["loss"] == [0.0, 0.0]
         assert torch.isfinite(result["parameters"]).all()
+
+
+def evaluate_first(**settings):
+    """Evaluation before any training, with a loss that is a mean of its own."""
+
+    def evaluate(trainer):
+        trainer.compute_loss_func = mean_of_its_own
+        evaluate.loss = trainer.evaluate()["eval_loss"]
+
+    train(before=evaluate, steps=1, eval_data=rows(3, seed=9), per_device_eval_batch_size=1, **settings)
+    return evaluate.loss
+
+
+def test_evaluation_before_training_with_an_own_loss_is_refused(ranks):
+    from ..ranks import RankFailed
+
+    with pytest.raises(RankFailed, match="Evaluation before training") as error:
+        ranks(2).run(evaluate_first, engine="ddp", sp=2)
+    assert str(error.value).count("Evaluation before training") == 2
