@@ -6,8 +6,8 @@
 
 1. `sp` processes (CPU, gloo, one thread each) build the same tensors, in the layout in which models make them, and check
    that both hooks return the same output and gradients.
-2. A round runs forward and backward of every variant once, one after the other; the table shows medians over rounds,
-   of the slowest rank. So whatever else the machine does falls on all variants alike.
+2. A round runs forward and backward of every variant around one core once, in random order; the table shows medians over
+   rounds, of the slowest rank. So whatever else the machine does falls on all variants alike.
 3. Variants: both hooks around sdpa; attention alone (sdpa on one rank's heads over the whole row, nothing exchanged); both
    hooks around an identity core, which costs nothing, so that attention's own time does not hide the exchange; the wire
    alone: the fewest bytes that have to travel, in four collectives on buffers that are there already.
@@ -24,6 +24,7 @@ import itertools
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import tempfile
@@ -262,18 +263,21 @@ def timed(step):
 
 
 def measure(case, rank, rounds, seconds, tell):
-    """`rounds` rounds; a variant that has used up its part of `seconds` takes part in the first three only."""
+    """`rounds` rounds around each core; a variant that has used up its part of `seconds` takes part in three only."""
     variants = make_variants(case, rank)
     check_equal(variants, ("sdpa", "identity") if case.length <= 4096 else ("identity",))
     results = {key: Result(case, *key) for key in variants}
     for key, step in variants.items():
         count(step, results[key])
-    for number in range(rounds):
-        for key, step in variants.items():
+    # Another order in every round, and attention's rounds apart: the step after a long one finds cold caches.
+    order = random.Random(0)
+    for core, number in itertools.product(("sdpa", "identity"), range(rounds)):
+        around_core = [key for key in variants if key[1] == core]
+        for key in order.sample(around_core, len(around_core)):
             times = results[key].milliseconds  # Equal on all ranks, so all of them decide alike.
             if number < 3 or sum(times) < seconds * 1000 / len(variants):
-                times.append(timed(step))
-        tell(("round", number + 1))
+                times.append(timed(variants[key]))
+        tell(("round", number + 1 + (rounds if core == "identity" else 0)))
     return list(results.values())
 
 
@@ -325,7 +329,7 @@ def run_with_progress(cases, rounds, seconds):
     columns = (TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         whole = progress.add_task("all cases", total=len(cases))
-        current = progress.add_task("starting ranks", total=rounds)
+        current = progress.add_task("starting ranks", total=2 * rounds)
 
         def on_message(kind, value):
             if kind == "case":
