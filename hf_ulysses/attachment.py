@@ -61,6 +61,8 @@ class Attachment:
         # Whether the model's head scores labels as they are (labels.py), known after the first `shard`.
         self.scores_own_labels = False
         self._model = weakref.ref(model)
+        # What a trial row goes through: the model, or what an engine made of it where only that can be run.
+        self.entry = self._model
         # Found out by the trainer's start-up check.
         self.checked, self.loss_rule = False, LossRule()
         self._random_state = None

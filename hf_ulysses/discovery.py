@@ -54,7 +54,7 @@ def discover(model, attachment, tokens) -> list:
 
 class _Discovery:
     def __init__(self, model, attachment, tokens):
-        self.model, self.attachment = model, attachment
+        self.model, self.attachment, self.entry = model, attachment, attachment.entry()
         self.names = {module: name for name, module in model.named_modules()}
         self.whole = Whole(attachment)
         # Under an engine every data-parallel replica takes part, so that all run the model equally often.
@@ -70,7 +70,8 @@ class _Discovery:
         exchanges = self.attachment.exchanges
         self.model.eval()
         try:
-            with torch.no_grad(), torch.random.fork_rng():
+            # Eagerly: torch.compile would specialize on short rows, and on the hooks that watch them.
+            with torch.no_grad(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
                 for batch in self._rows():
                     self._make_exact(batch)
                 self._find_head()
@@ -128,7 +129,7 @@ class _Discovery:
         targets = self.tokens.clone()
         targets[:, 3 : targets.shape[1] // self.attachment.size : 2] = labels.IGNORE_INDEX
         batch = {"input_ids": self.tokens, "labels": targets}
-        whole = self.model(**batch)
+        whole = self.entry(**batch)
         next_token = labels.surplus(whole, labels.shifted(targets))
         same_token = labels.surplus(whole, targets)
         if next_token is None:
@@ -151,7 +152,7 @@ class _Discovery:
         )
 
     def _surplus(self, part, name):
-        return labels.surplus(self.model(**part), part[name])
+        return labels.surplus(self.entry(**part), part[name])
 
     def _from_all(self, mine) -> list:
         answers = [None] * dist.get_world_size(self.everyone)
@@ -247,7 +248,7 @@ class _Trace:
                 module.register_forward_hook(self._after, with_kwargs=True),
             ]
         try:
-            self.discovery.model(**batch)
+            self.discovery.entry(**batch)
         except Exception as error:
             # The shapes of a shard where a row's were expected, or one of our own refusals.
             self.error = error

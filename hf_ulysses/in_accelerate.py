@@ -7,6 +7,7 @@ with sequence parallelism carries its `StateView` as `_ulysses`; all others are 
 import functools
 import inspect
 import sys
+import weakref
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
@@ -154,10 +155,14 @@ def wrap_prepare(original):
             _drop_batch_size(self)
         with _hidden(self) if deepspeed else nullcontext():
             result = original(self, *args, **kwargs)
-        if attachments:
-            for obj in result if isinstance(result, tuple) else (result,):
-                if isinstance(obj, torch.utils.data.DataLoader):
-                    yield_shards(obj, attachments[0])
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        for model, prepared in zip(args, results):
+            # FSDP2 shards the compiled model, so that the model alone has no root.
+            if isinstance(model, torch.nn.Module) and hasattr(prepared, "_orig_mod"):
+                attachment_of(model).entry = weakref.ref(prepared)
+        for obj in results if attachments else ():
+            if isinstance(obj, torch.utils.data.DataLoader):
+                yield_shards(obj, attachments[0])
         return result
 
     return prepare

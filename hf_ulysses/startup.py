@@ -54,7 +54,7 @@ def check_first_step(trainer, attachment, model, inputs) -> None:
     training, before = model.training, attachment.exchanges
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
             sharded, hidden_sharded = _run(trainer, model, part, count)
             exchanges = attachment.exchanges - before
             alone, hidden_whole = _run(trainer, model, own, count)

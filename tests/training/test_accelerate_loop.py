@@ -7,7 +7,8 @@ data-parallel ranks it is a mean of means, by its own definition. Reference: the
 import pytest
 import torch
 
-from .trajectory import _parallelism, deepspeed_config, parameters, rows, tiny_llama
+from .test_trajectories import assert_engine
+from .trajectory import _parallelism, deepspeed_config, parameters, rows, shard_on_cpu, tiny_llama
 
 RELATIVE = 2e-5
 
@@ -21,7 +22,17 @@ def make_accelerator(engine, sp, dp):
     plugin = None
     if engine.startswith("zero"):
         plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(int(engine[4])))
-    return Accelerator(deepspeed_plugin=plugin, parallelism_config=_parallelism(engine, sp, dp))
+    fsdp = None
+    if engine == "fsdp2":
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        shard_on_cpu()
+        fsdp = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        )
+    return Accelerator(deepspeed_plugin=plugin, fsdp_plugin=fsdp, parallelism_config=_parallelism(engine, sp, dp))
 
 
 def collate(features):
@@ -107,6 +118,7 @@ CASES = [
     ("zero2", 1, dict()),
     ("zero3", 1, dict(group_from="mesh", move=True)),
     ("ddp", 1, dict(group_from="mesh")),
+    ("fsdp2", 1, dict(group_from="mesh")),
     ("zero2", 2, dict(move=True)),
     ("zero3", 2, dict(loader="adapter")),
 ]
@@ -122,7 +134,7 @@ def test_documented_loop(ranks, engine, dp, how):
         assert (result["parameters"] - expected[0]["parameters"]).abs().max() < 1e-5
         assert torch.equal(result["parameters"], results[0]["parameters"])
         assert set(result["lengths"]) == {33}
-        assert result["backend"].endswith("DEEPSPEED" if engine != "ddp" else "MULTI_CPU")
+        assert_engine({"engine": result["backend"]}, engine)
 
 
 def test_skipped_batches_are_sharded_too(ranks):

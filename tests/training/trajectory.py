@@ -164,7 +164,7 @@ def train(engine="plain", sp=1, dp=1, accumulation=1, batch=1, kind="trainer", o
         before(trainer)
     trainer.train(resume_from_checkpoint=resume)
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
-    attachment = hf_ulysses.attachment.attachment_of(trainer.model)
+    attachment = hf_ulysses.attachment.attachment_of(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
     return {
         "loss": [entry["loss"] for entry in log],
         "grad_norm": [entry.get("grad_norm") for entry in log],
@@ -179,14 +179,18 @@ def train(engine="plain", sp=1, dp=1, accumulation=1, batch=1, kind="trainer", o
 
 
 def fsdp_on_cpu(config):
+    if config.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        shard_on_cpu()
+
+
+def shard_on_cpu():
     """Accelerate knows FSDP on accelerators only and silently runs DDP on CPU ranks: say that these are GPU ranks."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
-    if config.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        # Pinned memory needs an accelerator too.
-        torch.distributed.fsdp.CPUOffloadPolicy.__init__.__defaults__ = (False,)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    # Pinned memory needs an accelerator too.
+    torch.distributed.fsdp.CPUOffloadPolicy.__init__.__defaults__ = (False,)
 
 
 def parameters(trainer):
