@@ -1,5 +1,7 @@
 """What cannot be exact and is therefore refused, with the reason and the way out. Structural where possible."""
 
+import torch
+
 
 def check_model(model, sp_size: int) -> None:
     """Refuse a model that cannot be trained exactly over `sp_size` sequence ranks. Raises `ValueError`; no communication."""
@@ -34,6 +36,11 @@ def check_model(model, sp_size: int) -> None:
             f"{name} is already split along the sequence by DeepSpeed's UlyssesSPAttentionHF. Use one of the two: do "
             "not call UlyssesSPAttentionHF.register_with_transformers with hf_ulysses."
         )
+    if getattr(model, "quantization_method", None) == "bitsandbytes" and not torch.accelerator.is_available():
+        raise ValueError(
+            f"{name} is quantized by bitsandbytes, which on CPU packs the weights anew whenever the model is evaluated, and "
+            "rounds them each time: the start-up check alone would change the model. Train it on a GPU, or unquantized."
+        )
     for adapter, peft_config in (getattr(model, "peft_config", None) or {}).items():
         if getattr(peft_config, "is_prompt_learning", False):
             raise ValueError(
@@ -62,6 +69,11 @@ def check_trainer(trainer, counts_input_tokens: bool) -> None:
             raise ValueError(
                 "Seq2SeqTrainer is not supported with sequence parallelism: it generates from whole rows in evaluation."
             )
+    if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
+        raise ValueError(
+            f"{type(trainer.model).__name__} was sharded while it was loaded (distributed_config): transformers then reduces "
+            "gradients by itself, over a mesh without sequence ranks. Load it without, and let FSDP2 or ZeRO-3 shard it."
+        )
     if not counts_input_tokens and getattr(trainer.args, "include_num_input_tokens_seen", "no") not in ("no", False):
         raise ValueError(
             "include_num_input_tokens_seen with this version of transformers counts every row once per sequence rank. "

@@ -123,7 +123,15 @@ def bidirectional_splitter():
     return model
 
 
-MODELS = [(prompt_tuning, "virtual tokens"), (two_devices, "device_map"), (bidirectional_splitter, "UlyssesSPAttentionHF")]
+def sharded_while_loading():
+    model = tiny_llama()
+    model.__class__ = type(
+        "ShardedLlama", (type(model),), {"is_distributed_loading_by_transformers": True, "__module__": "__main__"}
+    )
+    return model
+
+
+MODELS = [(prompt_tuning, "virtual tokens"), (two_devices, "device_map"), (bidirectional_splitter, "UlyssesSPAttentionHF"), (sharded_while_loading, "distributed_config")]
 
 
 @pytest.mark.parametrize("model,match", MODELS, ids=[match for _, match in MODELS])

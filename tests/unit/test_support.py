@@ -43,3 +43,13 @@ def test_refused(name):
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_accepted(name):
     check_model(*ACCEPTED[name])
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_quantized_weights_need_a_gpu(monkeypatch, gpu):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: gpu)
+    quantized = model(quantization_method="bitsandbytes")
+    if gpu:
+        return check_model(quantized, 2)
+    with pytest.raises(ValueError, match="bitsandbytes.*Train it on a GPU"):
+        check_model(quantized, 2)
