@@ -204,6 +204,19 @@ class StateView(ParallelismConfig):
         )
 
 
+def upstream_backends() -> tuple[str, ...]:
+    """Those of `BACKENDS` that the installed accelerate accepts, and so might act on by itself."""
+
+    def accepts(backend):
+        try:
+            _AccelerateConfig(sp_backend=backend)
+        except ValueError:
+            return False
+        return True
+
+    return tuple(backend for backend in BACKENDS if accepts(backend))
+
+
 def requested(config: _AccelerateConfig | None) -> StateView | None:
     """The view of the configuration that an `Accelerator` was asked for, `None` without sequence parallelism.
 

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 import torch
 
 from .attachment import Attachment, attach, attachment_of
+from .config import StateView, requested, upstream_backends
 from .sharding import shard_batch
 
 # The accelerator whose `prepare_data_loader` runs: the function it calls gets no reference to it.
@@ -60,10 +61,11 @@ def _say_once(accelerator, model):
         return
     view._said = True
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    also = f" | accelerate's own {view.sp_backend!r} backend is not used" * (view.sp_backend in upstream_backends())
     print(
         f"hf_ulysses: sequence parallelism on | dp_replicate {view.dp_replicate_size} x dp_shard {view.dp_shard_size} x "
         f"sp {view.sp_size} = {accelerator.num_processes} ranks | {engine_name(accelerator)} | attention {attention} | "
-        f"rows padded to a multiple of {view.sp_size}",
+        f"rows padded to a multiple of {view.sp_size}{also}",
         file=sys.stderr,
         flush=True,
     )
@@ -111,8 +113,6 @@ def _drop_batch_size(accelerator) -> None:
 
 
 def wrap_init(original):
-    from .config import StateView, requested
-
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -268,8 +268,6 @@ def wrap_gather_for_metrics(original):
 
 def _shared_sp_group():
     from accelerate.state import AcceleratorState
-
-    from .config import StateView
 
     state = AcceleratorState._shared_state
     if isinstance(state.get("parallelism_config"), StateView):

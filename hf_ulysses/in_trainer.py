@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from . import outside_loss, support
+from .config import requested
 from .in_accelerate import attach_model, gathering_rows, view_of
 from .row import ROW_KEY
 from .sharding import is_sharded
@@ -228,8 +229,6 @@ def _gather_rows(nested, part, attachment):
 def wrap_deepspeed_config(original):
     @functools.wraps(original)
     def trainer_config_process(self, args, *rest, **kwargs):
-        from .config import requested
-
         view = requested(args.parallelism_config)
         if view is not None:
             rows = args.per_device_train_batch_size * args.gradient_accumulation_steps

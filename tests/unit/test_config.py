@@ -20,6 +20,14 @@ def test_backends(backend):
     assert isinstance(config.sp_handler, SequenceParallelConfig)
 
 
+def test_backends_that_accelerate_has_itself(monkeypatch):
+    from hf_ulysses import config
+
+    assert config.upstream_backends() == ("deepspeed",)
+    monkeypatch.setattr(config._AccelerateConfig, "__post_init__", lambda self: None)
+    assert config.upstream_backends() == ("deepspeed", "torch")
+
+
 def test_unknown_backend():
     with pytest.raises(ValueError, match="sp_backend must be one of"):
         ParallelismConfig(sp_backend="ring", sp_size=2)
