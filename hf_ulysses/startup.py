@@ -58,49 +58,46 @@ def check_first_step(trainer, attachment, model, inputs) -> None:
             sharded, hidden_sharded = _run(trainer, model, part, count)
             exchanges = attachment.exchanges - before
             alone, hidden_whole = _run(trainer, model, own, count)
-            together, _ = _run(trainer, model, row, count)
-            rule = _rule(trainer, model, row, count, together)
+            together, _ = _run(_with_processes(trainer, 1 / attachment.size), model, row, count)
+            rule = _rule(trainer, attachment, model, row, count, together)
     finally:
         model.train(training)
 
     # What evaluation reports for the row, against the same from one process of as many data-parallel ranks.
     combined = of_the_row(sharded, part["shift_labels"], attachment, rule, count is not None, training=False)
-    if count is not None and rule.scales:
-        together = together / attachment.size
-    errors = [
-        _token_error(hidden_sharded, hidden_whole, attachment),
-        _error(sharded, alone),
-        _error(combined, together),
-    ]
+    # An auxiliary loss of the whole row's routers is in each shard's loss as this rank's share: judged by their sum alone.
+    shard_error = torch.zeros(()) if hidden_whole.auxiliary else _error(sharded, alone)
+    errors = [_token_error(hidden_sharded, hidden_whole, attachment), shard_error, _error(combined, together)]
     worst = torch.stack([*errors, torch.tensor(-float(exchanges))]).to(sharded.device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     _judge(trainer, attachment, worst.tolist())
     return rule
 
 
-def _rule(trainer, model, row, count, together):
+def _rule(trainer, attachment, model, row, count, together):
     """Find out what a loss of the user's own does with the count and with the number of processes, by doubling them."""
     if count is None or not is_outside(trainer):
         return LossRule()
-    fewer, _ = _run(trainer, model, row, 2 * count)
-    more, _ = _run(_with_twice_the_processes(trainer), model, row, count)
+    fewer, _ = _run(_with_processes(trainer, 1 / attachment.size), model, row, 2 * count)
+    more, _ = _run(_with_processes(trainer, 2 / attachment.size), model, row, count)
     return LossRule(counts=bool(fewer < 0.75 * together), scales=bool(more > 1.5 * together))
 
 
-class _Twice:
-    """An object with another number of processes; everything else is the object's."""
+class _With:
+    """An object with another value of one attribute; everything else is the object's."""
 
-    def __init__(self, instance, name):
-        self.__dict__.update(_instance=instance, **{name: 2 * getattr(instance, name)})
+    def __init__(self, instance, name, value):
+        self.__dict__.update(_instance=instance, **{name: value})
 
     def __getattr__(self, name):
         return getattr(self._instance, name)
 
 
-def _with_twice_the_processes(trainer):
+def _with_processes(trainer, factor):
+    """A copy of the trainer that runs in `factor` times as many processes, as far as its arithmetic is concerned."""
     copied = copy.copy(trainer)
-    copied.accelerator = _Twice(trainer.accelerator, "num_processes")
-    copied.args = _Twice(trainer.args, "world_size")
+    copied.accelerator = _With(trainer.accelerator, "num_processes", int(trainer.accelerator.num_processes * factor))
+    copied.args = _With(trainer.args, "world_size", int(trainer.args.world_size * factor))
     return copied
 
 
@@ -142,12 +139,19 @@ def _with_own_metrics(trainer):
     return copied
 
 
+class _States(list):
+    """What `_last_states` collects, and whether a model returned an auxiliary loss besides."""
+
+    auxiliary = False
+
+
 @contextmanager
 def _last_states(model):
     """Collects, in order, the first tensor of every (inner) model's output: `last_hidden_state`, or logits."""
-    states = []
+    states = _States()
 
     def keep(module, args, output):
+        states.auxiliary |= torch.is_tensor(getattr(output, "aux_loss", None))
         found = getattr(output, "last_hidden_state", None)
         found = found if found is not None else getattr(output, "logits", None)
         if torch.is_tensor(found):
