@@ -74,6 +74,13 @@ def check_trainer(trainer, counts_input_tokens: bool) -> None:
             f"{type(trainer.model).__name__} was sharded while it was loaded (distributed_config): transformers then reduces "
             "gradients by itself, over a mesh without sequence ranks. Load it without, and let FSDP2 or ZeRO-3 shard it."
         )
+    shifts_by_name = type(trainer).compute_loss.__module__.partition(".")[0] == "transformers"
+    if getattr(trainer, "label_smoother", None) is not None and shifts_by_name and trainer.is_fsdp_enabled:
+        raise ValueError(
+            "label_smoothing_factor under FSDP2: the Trainer knows by the name of the model's class whether to shift the "
+            "labels, FSDP2 changes that name, and so they stay unshifted, with sequence parallelism or without. Use "
+            "SFTTrainer with loss_type='nll', a compute_loss_func, DDP or DeepSpeed."
+        )
     if not counts_input_tokens and getattr(trainer.args, "include_num_input_tokens_seen", "no") not in ("no", False):
         raise ValueError(
             "include_num_input_tokens_seen with this version of transformers counts every row once per sequence rank. "

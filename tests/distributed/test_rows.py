@@ -107,6 +107,32 @@ def test_a_document_does_not_see_the_others(ranks, attn):
         assert not torch.equal(before[:, 11], after[:, 11])
 
 
+def losses_of_documents(batches, attn):
+    """The loss of each batch, on an attached model."""
+    model = build(attn=attn)
+    with hf_ulysses.attach(model) as sp, torch.no_grad():
+        parts = [sp.shard(batch) for batch in batches]
+        return [sp.reduce_loss(model(**part).loss, part["shift_labels"]).item() for part in parts]
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_a_document_costs_the_same_loss_packed_and_alone(ranks, attn):
+    lengths = (13, 9, 19)
+    row = batch_of(1, sum(lengths), position_ids=packed_positions(*lengths))
+    packed, alone, start = [], [], 0
+    for length in lengths:
+        mine = slice(start, start + length)
+        # The first token of a document is nobody's target.
+        targets = torch.full_like(row["labels"], -100)
+        targets[:, start + 1 : start + length] = row["labels"][:, start + 1 : start + length]
+        packed.append({**row, "labels": targets})
+        alone.append({"input_ids": row["input_ids"][:, mine], "labels": targets[:, mine]})
+        start += length
+    for losses in ranks(2).run(losses_of_documents, packed + alone, attn):
+        # Transformers computes cross entropies in float32.
+        assert losses[:3] == pytest.approx(losses[3:], rel=1e-6)
+
+
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_a_window_ends(ranks, attn):
     """Case 19: two layers of window 16 carry a token 30 positions far and no further."""

@@ -30,11 +30,12 @@ HOW = {
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("engine,sp", [("zero3", 2), ("fsdp2", 4)])
-def test_sft(ranks, engine, sp, how):
-    settings = {**SFT, **HOW[how], "data": documents(24), "packed": how != "padding_free"}
-    expected = ranks(1).run(train, **settings)[0]
-    results = ranks(sp).run(train, engine=engine, sp=sp, **settings)
+@pytest.mark.parametrize("engine,sp,dp", [("zero3", 2, 1), ("fsdp2", 4, 1), ("zero3", 2, 2), ("fsdp2", 2, 2)])
+def test_sft(ranks, engine, sp, dp, how):
+    settings = {**SFT, **HOW[how], "data": documents(24 * dp), "packed": how != "padding_free"}
+    batch = settings.pop("batch", 1)
+    expected = ranks(1).run(train, batch=batch * dp, **settings)[0]
+    results = ranks(sp * dp).run(train, engine=engine, sp=sp, dp=dp, batch=batch, **settings)
     assert_same(results, expected)
     for name in ("mean_token_accuracy", "entropy", "num_tokens"):
         values, wanted = ([entry[name] for entry in log["log"]] for log in (results[0], expected))
@@ -47,11 +48,11 @@ def flattened(**settings):
     return train(data_collator=DataCollatorWithFlattening(), **settings)
 
 
-@pytest.mark.parametrize("engine", ["zero2", "ddp"])
-def test_trainer_with_flattening(ranks, engine):
-    settings = dict(steps=4, batch=3, data=documents(12))
-    expected = ranks(1).run(flattened, **settings)[0]
-    assert_same(ranks(2).run(flattened, engine=engine, sp=2, **settings), expected)
+@pytest.mark.parametrize("engine,dp", [("zero2", 1), ("zero3", 2), ("fsdp2", 1), ("ddp", 2)])
+def test_trainer_with_flattening(ranks, engine, dp):
+    settings = dict(steps=4, data=documents(12 * dp))
+    expected = ranks(1).run(flattened, batch=3 * dp, **settings)[0]
+    assert_same(ranks(2 * dp).run(flattened, engine=engine, sp=2, dp=dp, batch=3, **settings), expected)
 
 
 def padded(side, **settings):
@@ -64,8 +65,9 @@ def padded(side, **settings):
     return train(data_collator=DataCollatorForTokenClassification(tokenizer), **settings)
 
 
+@pytest.mark.parametrize("engine,dp", [("zero3", 1), ("fsdp2", 2)])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_batches(ranks, side):
-    settings = dict(steps=4, batch=3, data=documents(12))
-    expected = ranks(1).run(padded, side, **settings)[0]
-    assert_same(ranks(2).run(padded, side, engine="zero3", sp=2, **settings), expected)
+def test_padded_batches(ranks, engine, dp, side):
+    settings = dict(steps=4, data=documents(12 * dp))
+    expected = ranks(1).run(padded, side, batch=3 * dp, **settings)[0]
+    assert_same(ranks(2 * dp).run(padded, side, engine=engine, sp=2, dp=dp, batch=3, **settings), expected)
