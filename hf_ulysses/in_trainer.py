@@ -114,18 +114,23 @@ def wrap_training_step(original):
         if view is None:
             return original(self, model, inputs, *args, **kwargs)
         attachment = attachment_of_trainer(self)
-        if not attachment.checked:
-            full = self._prepare_input(inputs)
-            if not is_sharded(full):
-                # Compares the rows of peers, then finds out which modules need them whole: before anything is judged.
-                attachment.shard(full)
-            if view.startup_check:
-                attachment.loss_rule = check_first_step(self, attachment, model, full)
-            attachment.checked = True
+        _check_once(self, attachment, model, inputs)
         with _loss_of_the_row(self, attachment), _noise_of_the_row(self, inputs), attachment.own_randomness():
             return original(self, model, inputs, *args, **kwargs)
 
     return training_step
+
+
+def _check_once(trainer, attachment, model, inputs):
+    if attachment.checked:
+        return
+    full = trainer._prepare_input(inputs)
+    if not is_sharded(full):
+        # Compares the rows of peers, then finds out which modules need them whole: before anything is judged.
+        attachment.shard(full)
+    if view_of_trainer(trainer).startup_check:
+        attachment.loss_rule = check_first_step(trainer, attachment, model, full)
+    attachment.checked = True
 
 
 @contextmanager
@@ -164,12 +169,6 @@ def _loss_of_the_row(trainer, attachment):
     @functools.wraps(compute_loss)
     def compute_row_loss(model, inputs, *args, **kwargs):
         shift_labels = inputs.get("shift_labels")
-        if outside and not attachment.checked and not trainer.model.training:
-            raise ValueError(
-                "Evaluation before training with a loss of your own (compute_loss_func, label smoothing or an overridden "
-                "compute_loss): how it is normalised is only found out in the first training step. Train first "
-                "(eval_on_start=False), or evaluate without sequence parallelism."
-            )
         with outside_loss.one_position_more(trainer.model, inputs) if outside else nullcontext(inputs) as inputs:
             result = compute_loss(model, inputs, *args, **kwargs)
         if shift_labels is None:
@@ -206,6 +205,9 @@ def _whole_predictions(trainer, attachment):
 
     @functools.wraps(prediction_step)
     def predict_rows(model, inputs, *args, **kwargs):
+        if outside_loss.is_outside(trainer):
+            # How such a loss is normalised has to be known; the model itself is checked in the first training step.
+            _check_once(trainer, attachment, model, inputs)
         full = trainer._prepare_input({key: value for key, value in inputs.items() if key in trainer.label_names})
         part = trainer._prepare_inputs(inputs)
         loss, logits, labels = prediction_step(model, part, *args, **kwargs)

@@ -51,7 +51,8 @@ def check_first_step(trainer, attachment, model, inputs) -> None:
     part = shard_batch(row, attachment.rank, attachment.size)
     # First, or peers with different rows would look like a fault of the model.
     attachment.verify(part[ROW_KEY])
-    training, before = model.training, attachment.exchanges
+    # The model's own: DeepSpeed's engine says that it trains, whatever its module does.
+    training, before = trainer.model.training, attachment.exchanges
     model.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
@@ -133,6 +134,8 @@ def _run(trainer, model, inputs, count):
 def _with_own_metrics(trainer):
     """A copy of the trainer whose counters and metrics are its own."""
     copied = copy.copy(trainer)
+    # While it evaluates, the trainer's own is shadowed by the row's.
+    vars(copied).pop("compute_loss", None)
     for name, value in vars(trainer).items():
         if "metrics" in name and isinstance(value, (dict, list)):
             setattr(copied, name, copy.deepcopy(value))

@@ -233,12 +233,12 @@ def test_sft_metrics(ranks):
 def test_evaluation_during_training(ranks, engine):
     settings = dict(
         steps=4, eval_data=rows(3, seed=9), eval_strategy="steps", eval_steps=2, prediction_loss_only=True,
-        per_device_eval_batch_size=1,
+        per_device_eval_batch_size=1, eval_on_start=True,
     )  # fmt: skip
     expected = ranks(1).run(train, **settings)[0]
     for result in ranks(2).run(train, engine=engine, sp=2, **settings):
         assert result["loss"] == pytest.approx(expected["loss"], rel=2e-5)
-        assert len(result["eval_loss"]) == 2
+        assert len(result["eval_loss"]) == 3
         assert result["eval_loss"] == pytest.approx(expected["eval_loss"], rel=2e-5)
 
 
