@@ -28,6 +28,28 @@ def test_iterable_dataset(ranks, engine):
         assert_same([result], expected)
 
 
+def streamed(shards, **settings):
+    """Train on a streaming dataset of the `datasets` library."""
+    from datasets import Dataset
+
+    data = Dataset.from_list([{k: v.tolist() for k, v in row.items()} for row in rows(16)])
+    stream = data.to_iterable_dataset(num_shards=shards).shuffle(seed=3, buffer_size=4)
+    return train(data=stream, data_collator=tensors, in_order=False, steps=6, **settings)
+
+
+def tensors(features):
+    return {name: torch.tensor([f[name] for f in features]) for name in ("input_ids", "labels")}
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_streaming(ranks, engine, shards):
+    """A stream with a shard for every data-parallel rank is read by shards, else row by row: as without dispatching."""
+    alone = {"accelerator_config": {"dispatch_batches": False}}
+    expected = ranks(2).run(streamed, shards, engine="ddp", dp=2, **alone)[0]
+    assert_same(ranks(4).run(streamed, shards, engine=engine, sp=2, dp=2), expected)
+
+
 class Dropping:
     """A collator that replaces random tokens, by the three generators that people use."""
 
