@@ -48,6 +48,7 @@ class Attachment:
         group (`torch.distributed.ProcessGroup`), size (`int`), rank (`int`): the sequence-parallel group.
         exchanges (`int`): attention calls that went through the exchange since attaching.
         gathered (`list[str]`): modules that run on the whole row (see whole.py), known after the first `shard`.
+        split (`list[str]`): modules that exchange around the functions in which they mix positions (see mixers.py).
         under_engine (`bool`): whether all ranks train this model together, data-parallel ones too.
     """
 
@@ -55,7 +56,7 @@ class Attachment:
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.seq_length, self.under_engine = seq_length, under_engine
-        self.exchanges, self.gathered = 0, []
+        self.exchanges, self.gathered, self.split = 0, [], []
         self._parameters = inspect.signature(type(model).forward).parameters
         self._discovered, self.discovering = self.size == 1, False
         # Whether the model's head scores labels as they are (labels.py), known after the first `shard`.

@@ -4,7 +4,8 @@
 2. It runs sharded, and every rank compares its shard's fingerprints as they come. The first difference has one author:
    an output that differs where the inputs agree is the module's own doing; an input that differs is the doing of the
    module that is calling; so is an error, of the innermost module that was running.
-3. The author, and all modules of its kind, from now on get the whole row (whole.py), and 2. is repeated until nothing
+3. The author, and all modules of its kind, from now on exchange around the functions in which they mix (mixers.py), if
+   these can be split and the next round agrees; else they get the whole row (whole.py). 2. is repeated until nothing
    differs. A model whose own code, around its layers, is the author runs that code on the whole row.
 
 So no list of layer names decides, and a model that nobody has heard of is exact or refused. The short row is as long as
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from . import labels
+from .mixers import Mixers
 from .row import ROW_KEY
 from .trace import Trace
 from .whole import Whole
@@ -55,8 +57,9 @@ class _Discovery:
         self.whole = Whole(attachment)
         # Under an engine every data-parallel replica takes part, so that all run the model equally often.
         self.everyone = None if attachment.under_engine else attachment.group
+        self.mixers = Mixers(attachment)
         self.found, self.dims = {}, {}
-        self.handles = []
+        self.handles, self.split = [], {}
         # An odd number of tokens per shard, so that blocks of positions lie across its edges.
         length = _short_length(getattr(model, "config", None), attachment.size)
         self.tokens = tokens[:1].repeat(1, -(-length // tokens.shape[1]))[:, :length].contiguous()
@@ -71,17 +74,23 @@ class _Discovery:
                     self._make_exact(batch)
                 self._find_head()
         except BaseException:
-            for handle in self.handles:
+            for handle in [*self.handles, *self._handles_of_split()]:
                 handle.remove()
             raise
         finally:
             for module, saved in zip(self.names, state):
                 _restore(module, *saved)
             self.attachment.exchanges = exchanges
-        if self.found:
-            names = sorted({type(module).__name__ for module in self.found})
-            logger.info("%s runs %s on the whole row", type(self.model).__name__, names)
-        return self.handles
+        for verb, modules in (
+            ("exchanges around the scans of", self.attachment.split),
+            ("gathers", self.attachment.gathered),
+        ):
+            if modules:
+                logger.info("%s %s %s", type(self.model).__name__, verb, modules)
+        return self.handles + self._handles_of_split()
+
+    def _handles_of_split(self):
+        return [handle for handles in self.split.values() for handle in handles]
 
     def _rows(self):
         length = self.tokens.shape[1]
@@ -108,7 +117,7 @@ class _Discovery:
             author, why, error = self._agree(trace)
             if author is None:
                 return self._look(reference, trace)
-            self._run_whole(author, why, error, reference, trace)
+            self._run_whole(author, why, error, reference, trace, batch)
         raise ValueError(f"{type(self.model).__name__} could not be made exact in {_ROUNDS} rounds; last: {why}.")
 
     def _cut(self, batch):
@@ -163,7 +172,7 @@ class _Discovery:
         first = min((answer for answer in self._from_all(mine) if answer is not None), default=None)
         return (None, None, None) if first is None else (first[1], first[2], trace.error)
 
-    def _run_whole(self, author, why, error, reference, trace):
+    def _run_whole(self, author, why, error, reference, trace, batch):
         author = next(module for module, name in self.names.items() if name == author)
         around_layers = self._is_body(author)
         again = author in self.found
@@ -190,12 +199,35 @@ class _Discovery:
             return
         kind = _kind(author)
         alike = [module for module in self.names if _kind(module) == kind]
+        if self._split(kind, alike, batch):
+            return
         for module in alike:
             self.found[module], self.dims[module] = why, {}
             self.handles += self.whole.run_whole(module, self.dims[module])
             self.attachment.gathered.append(self.names[module])
             self.handles += [handle for layer in self._around(module) for handle in self.whole.carry_row(layer)]
         self._look(reference, trace)
+
+    def _split(self, kind, alike, batch):
+        """Whether modules of this kind, not tried before, run on their shards from now on, exchanging where they mix."""
+        if kind in self.split:
+            for handle in self.split.pop(kind):
+                handle.remove()
+            self.split[kind] = []
+            self.attachment.split = [
+                name for name in self.attachment.split if name not in {self.names[m] for m in alike}
+            ]
+            return False
+        self.split[kind] = []
+        plans = self.mixers.study(alike, lambda: self.model(**batch), batch["input_ids"].shape[1])
+        mine = {self.names[module]: repr(plan) for module, plan in plans.items()}
+        if len(plans) < len(alike) or any(other != mine for other in self._from_all(mine)):
+            return False
+        for module in alike:
+            self.split[kind] += self.mixers.exchange(module, plans[module])
+            self.split[kind] += [handle for layer in self._around(module) for handle in self.whole.carry_row(layer)]
+            self.attachment.split.append(self.names[module])
+        return True
 
     def _look(self, reference, trace):
         """Learn, from all ranks, where the sequence lies in the arguments of the modules that run whole."""
