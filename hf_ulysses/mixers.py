@@ -78,7 +78,7 @@ class Mixers:
             row = (kwargs.get(ROW_KEY) or current_row()) if self._attachment.owns(module) else None
             if row is not None and ROW_KEY not in kwargs:
                 self._attachment.row_outside_kwargs(module, row)
-            at_seams = None if row is None else _Exchanging(self._attachment, row, plan)
+            at_seams = None if row is None else _Exchanging(self._attachment, row, plan, kwargs)
             self._entered.append((module, _running.set(at_seams), hold(row if row is not None else current_row())))
             if row is not None and takes(module, "cu_seq_lens_q"):
                 return args, {**kwargs, **row.boundaries}
@@ -95,8 +95,8 @@ class Mixers:
 class _Exchanging:
     """The seams of a module in a sharded forward."""
 
-    def __init__(self, attachment, row, plan):
-        self.attachment, self.row, self.plan = attachment, row, plan
+    def __init__(self, attachment, row, plan, passing):
+        self.attachment, self.row, self.plan, self.passing = attachment, row, plan, passing
         self.shard = row.padded // attachment.size
 
     def call(self, name, function, args, kwargs):
@@ -106,41 +106,46 @@ class _Exchanging:
         if how is None and name in self.plan:
             return None  # Declined, see above.
         given = (args, {key: value for key, value in kwargs.items() if key != ROW_KEY})
-        places = dict(how.places) if how is not None else {}
+        places, bounded = dict(how.places) if how is not None else {}, False
         for path, tensor in tensors_of(given).items():
-            if path not in places:
-                if tensor.is_floating_point() and (how is not None or self.shard in tensor.shape):
-                    raise ValueError(
-                        f"{name} was called with a tensor of shape {tuple(tensor.shape)} as it was not when the model was "
-                        "tried before the first step: what it does with a row in shards is not known. Please report "
-                        "the model, or train it without sequence parallelism."
-                    )
-                places[path] = Place(sequence_dim(tensor, self.shard))
+            if path in places:
+                continue
+            places[path] = Place(sequence_dim(tensor, self.shard))
+            # What the module was handed for others, and hands on with everything else.
+            passed = path.startswith("[1].") and self.passing.get(path[4:]) is tensor
+            if tensor.is_floating_point() and not passed and (how is not None or self.shard in tensor.shape):
+                raise ValueError(
+                    f"{name} was called with a tensor of shape {tuple(tensor.shape)} as it was not when the model was "
+                    "tried before the first step: what it does with a row in shards is not known. Please report "
+                    "the model, or train it without sequence parallelism."
+                )
+            bounded = bounded or not passed and places[path].sequence is None
         if how is None:
             return function(*args, **kwargs)
-        return (self.by_heads if isinstance(how, ByHeads) else self.with_halo)(how, function, given, places)
+        if isinstance(how, ByHeads):
+            return self.by_heads(how, function, given, places)
+        return self.with_halo(how, function, given, places, bounded)
 
-    def with_halo(self, how, function, given, places):
-        # Boundaries count from the row's start, so a function that was handed some needs the row.
-        bounds = (
-            set(tensors_of(given)) - {path for path, _ in how.places} - {f"[1].{key}" for key in self.row.boundaries}
-        )
-        whole = any(places[path].sequence is None for path in bounds)
+    def with_halo(self, how, function, given, places, bounded):
+        """`bounded`: it was handed boundaries of documents, which count from the row's start: then it needs the row."""
 
         def widen(path, leaf):
             dim = places[path].sequence if path in places else None
             if dim is None:
                 return leaf
-            return (
-                gather_sequence(leaf, self.attachment.group, dim) if whole else self.before_conv(leaf, how.width, dim)
-            )
+            return self.whole(path, leaf, dim) if bounded else self.before_conv(leaf, how.width, dim)
 
         def cut(_, leaf):
-            start = self.attachment.rank * self.shard if whole else how.width
+            start = self.attachment.rank * self.shard if bounded else how.width
             return leaf.narrow(how.output.sequence, start, self.shard) if torch.is_tensor(leaf) else leaf
 
         args, kwargs = tree_map(widen, given)
         return tree_map(cut, function(*args, **kwargs))
+
+    def whole(self, path, tensor, dim):
+        if path == "[1].position_ids" and tensor.dim() == self.row.position_ids.dim():
+            return self.row.position_ids
+        return gather_sequence(tensor, self.attachment.group, dim)
 
     def by_heads(self, how, function, given, places):
         attachment, row = self.attachment, self.row
@@ -159,8 +164,7 @@ class _Exchanging:
         for path, place in places.items():
             if path in tensors and path not in changed:
                 tensor = own_heads(tensors[path], place, share)
-                whole = place.sequence is not None
-                changed[path] = gather_sequence(tensor, attachment.group, place.sequence) if whole else tensor
+                changed[path] = tensor if place.sequence is None else self.whole(path, tensor, place.sequence)
         for path, tensor in changed.items():
             if places[path].sequence is not None:
                 changed[path] = tensor.narrow(places[path].sequence, 0, length).contiguous()
