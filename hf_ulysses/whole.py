@@ -102,15 +102,10 @@ class Whole:
 
     def carry_row(self, layer):
         """Returns the handles: while `layer` runs, also in a recomputation, its row is the current one."""
-        # Hooks run once, before checkpointing keeps the arguments, unless it is `layer.__call__` that is checkpointed
-        # (transformers before 5.24): so what a model did not hand on can be added.
-        keeps = takes(layer, ROW_KEY) and type(layer).__call__ is torch.nn.Module.__call__
 
         def enter(module, args, kwargs):
-            row = kwargs.get(ROW_KEY) or (current_row() if self._attachment.owns(module) else None)
+            row = kwargs.get(ROW_KEY)
             self._entered.append((module, hold(row if row is not None else current_row()), None))
-            if row is not None and keeps:
-                return args, {**kwargs, ROW_KEY: row}
 
         return hooks(layer, enter, lambda module, args, kwargs, output: self._leave(module) and None)
 
