@@ -173,15 +173,12 @@ class _Discovery:
         return (None, None, None) if first is None else (first[1], first[2], trace.error)
 
     def _run_whole(self, author, why, error, reference, trace, batch):
+        if self._look(reference, trace):
+            return  # Another row showed an argument that was not there before.
         author = next(module for module, name in self.names.items() if name == author)
         around_layers = self._is_body(author)
         again = author in self.found
         if again and not around_layers:
-            # Another row may show an argument that was not there before.
-            seen = dict(self.dims[author])
-            self._look(reference, trace)
-            if seen != self.dims[author]:
-                return
             # What it is given is not the whole row's, and cannot be made so: the code around the layers must be.
             author = self._body_around(author)
             again, around_layers = author in self.found, True
@@ -230,12 +227,13 @@ class _Discovery:
         return True
 
     def _look(self, reference, trace):
-        """Learn, from all ranks, where the sequence lies in the arguments of the modules that run whole."""
-        mine = [reference.dims(self.names[module], trace) for module in self.dims]
+        """Learn, from all ranks, where the sequence lies in the arguments of the modules that run whole; whether it is news."""
+        mine, before = [reference.dims(self.names[module], trace) for module in self.dims], repr(self.dims.values())
         for dims, *seen in zip(self.dims.values(), *self._from_all(mine)):
             for path in {path: None for one in seen for path in one}:
                 values = [one[path] for one in seen if path in one]
                 dims.setdefault(path, max(values, key=_telling))
+        return repr(self.dims.values()) != before
 
     def _is_body(self, module):
         """Whether `module` is a model around its layers: most of the modules lie in it."""

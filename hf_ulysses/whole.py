@@ -45,7 +45,7 @@ class Whole:
             if row is None:
                 return self._enter(module, None)
             self._refuse_lost_row(module, kwargs)
-            args, kwargs = self._gather(module, args, kwargs, row, dims, row.length)
+            args, kwargs = self._gather(module, args, kwargs, row, dims, _seen(row))
             if takes(module, "cu_seq_lens_q"):
                 kwargs.update(row.boundaries)
             kwargs.pop(ROW_KEY, None)
@@ -54,7 +54,7 @@ class Whole:
 
         def leave(module, args, kwargs, output):
             row = self._leave(module)
-            return output if row is None else self._cut(output, row, dims, row.length)
+            return output if row is None else self._cut(output, row, dims, _seen(row))
 
         return hooks(module, enter, leave)
 
@@ -228,13 +228,19 @@ def _shorten(tensor, padded, length):
     return tensor
 
 
+def _seen(row):
+    """How much of the row a module sees: not the padding behind it, unless the user's boundaries count that, too."""
+    return row.padded if row.boundaries else row.length
+
+
 def takes(module, name):
     parameters = inspect.signature(type(module).forward).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def hooks(module, enter, leave):
+    """The last to enter a module is the first to leave it."""
     return [
         module.register_forward_pre_hook(enter, with_kwargs=True),
-        module.register_forward_hook(leave, with_kwargs=True, always_call=True),
+        module.register_forward_hook(leave, with_kwargs=True, always_call=True, prepend=True),
     ]

@@ -214,21 +214,27 @@ def keep_documents_apart(model):
     model.undo = lambda: vars(source).update(torch_chunk_gated_delta_rule=scan, causal_conv1d_fn=conv)
 
 
-def with_documents(batch, attached):
-    model = build("qwen3_next", change=keep_documents_apart)
+def keep_documents_apart_of_all_heads(model):
+    keep_documents_apart(model)
+    insist_on_all_heads(model)
+
+
+def with_documents(batch, attached, split=True):
+    model = build("qwen3_next", change=keep_documents_apart if split else keep_documents_apart_of_all_heads)
     try:
         if not attached:
             return whole(model, batch)
         with hf_ulysses.attach(model) as sp:
             step = sharded(model, batch, sp)
-            assert sp.split and not sp.gathered
+            assert bool(sp.split) == split and bool(sp.gathered) != split
         return step
     finally:
         model.undo()
 
 
+@pytest.mark.parametrize("split", [True, False], ids=["split", "gathered"])
 @pytest.mark.parametrize("length", [46, 45], ids=["even", "uneven"])
-def test_boundaries_reach_the_scan_and_the_convolution(ranks, length):
+def test_boundaries_reach_the_scan_and_the_convolution(ranks, length, split):
     documents = (13, 9, length - 22)
     ends = torch.tensor([0, 13, 22, length], dtype=torch.int32)
     batch = {name: value[:1, :length] for name, value in rows("whole").items()}
@@ -236,7 +242,7 @@ def test_boundaries_reach_the_scan_and_the_convolution(ranks, length):
     batch.update(max_length_q=max(documents), max_length_k=max(documents))
     batch["seq_idx"] = torch.cat([torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(documents)])[None]
     reference = ranks(1).run(with_documents, batch, False)[0]
-    assert_same(ranks(2).run(with_documents, batch, True), reference, tolerance=TOLERANCE)
+    assert_same(ranks(2).run(with_documents, batch, True, split), reference, tolerance=TOLERANCE)
 
 
 # -- what must not be split -------------------------------------------------------------------------------------------
@@ -278,7 +284,8 @@ def insist_on_all_heads(model):
         return scan(query, key, value, **kwargs)
 
     source.torch_chunk_gated_delta_rule = insisting
-    model.undo = lambda: setattr(source, "torch_chunk_gated_delta_rule", scan)
+    undo = getattr(model, "undo", lambda: None)
+    model.undo = lambda: (setattr(source, "torch_chunk_gated_delta_rule", scan), undo())
 
 
 def changed(change, batch, attached):
