@@ -81,13 +81,20 @@ class _Discovery:
             for module, saved in zip(self.names, state):
                 _restore(module, *saved)
             self.attachment.exchanges = exchanges
-        for verb, modules in (
-            ("exchanges around the scans of", self.attachment.split),
-            ("gathers", self.attachment.gathered),
-        ):
-            if modules:
-                logger.info("%s %s %s", type(self.model).__name__, verb, modules)
+        self._report()
         return self.handles + self._handles_of_split()
+
+    def _report(self):
+        if dist.get_rank() != 0:
+            return
+        name, attachment = type(self.model).__name__, self.attachment
+        if attachment.split:
+            logger.info("%s exchanges around the scans and convolutions of %s", name, _briefly(attachment.split))
+        if attachment.gathered:
+            held = not any(getattr(module, "gradient_checkpointing", False) for module in self.names)
+            hint = " and holds its activations until backward; gradient_checkpointing=True frees them layer by layer"
+            modules = _briefly(attachment.gathered)
+            logger.warning("%s runs %s on the whole row, on every rank%s", name, modules, hint if held else "")
 
     def _handles_of_split(self):
         return [handle for handles in self.split.values() for handle in handles]
@@ -249,6 +256,11 @@ class _Discovery:
         parts = name.split(".")
         parents = [".".join(parts[:i]) for i in range(1, len(parts))]
         return [by_name[p] for p in parents if isinstance(by_name.get(p.rpartition(".")[0]), torch.nn.ModuleList)]
+
+
+def _briefly(names):
+    """Names of modules, once for all layers."""
+    return sorted({re.sub(r"\.\d+(?=\.)", ".*", name) for name in names})
 
 
 def _telling(where):

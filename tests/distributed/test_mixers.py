@@ -1,6 +1,7 @@
 """Layers that mix positions outside of attention and exchange around their scans and convolutions, forward and backward
 against one process."""
 
+import contextlib
 import functools
 import sys
 
@@ -16,6 +17,7 @@ import hf_ulysses
 from ..models import batch_of, checkpoint, packed_positions, padded
 from ..tiny_models import tiny_config, tiny_model
 from .steps import assert_same, sharded, whole
+from .test_exchange_cost import bench_exchange
 
 # Delta rules and state spaces are computed in float32 by their reference code, and sums over a row are cut in pieces.
 TOLERANCE = 5e-5
@@ -178,6 +180,41 @@ def test_a_rank_scans_the_row_for_its_heads(ranks, model_type):
         reach = convs[0][1][-1] - 1
         assert my_convs[0][0] == (*convs[0][0][:2], 46 // size + reach)
         assert my_flops <= 1.1 * flops / size  # Chunks of 64, and three positions more in front of the convolution.
+
+
+def peak(layers, attached, checkpointing=False, change=None):
+    """Of live storage in one step of a model whose layers are all delta nets."""
+    config = dict(layer_types=["linear_attention"] * layers, num_hidden_layers=layers)
+    model = build("olmo_hybrid", change=change, **config)
+    batch = batch_of(1, 512)
+    batch["labels"] = batch["input_ids"] = batch["input_ids"] % 96
+    if checkpointing:
+        checkpoint(model)
+    storage = bench_exchange().LiveStorage()
+    try:
+        with hf_ulysses.attach(model) if attached else contextlib.nullcontext() as sp:
+            part = sp.shard(batch) if attached else {**batch, "use_cache": False}
+            model(**part).loss.backward()
+            model.zero_grad(set_to_none=False)
+            with storage:
+                model(**part).loss.backward()
+            assert not attached or bool(sp.gathered) == (change is not None)
+    finally:
+        if change is not None:
+            model.undo()
+    return storage.peak
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_a_rank_holds_its_part_of_the_activations(ranks, checkpointing):
+    whole_row = ranks(1).run(peak, 4, False, checkpointing)[0]
+    assert max(ranks(2).run(peak, 4, True, checkpointing)) < 0.55 * whole_row
+
+
+def test_checkpointing_frees_gathered_layers_one_by_one(ranks):
+    two, eight = (max(ranks(2).run(peak, layers, True, True, insist_on_all_heads)) for layers in (2, 8))
+    assert eight < 1.1 * two
+    assert max(ranks(2).run(peak, 8, True, False, insist_on_all_heads)) > 3 * two
 
 
 # -- documents --------------------------------------------------------------------------------------------------------
