@@ -7,10 +7,9 @@ its shard, and only those functions see more:
     a causal convolution   the positions before the shard, as many as it reaches back
     a scan over heads      all-to-all -> the whole row, this rank's heads -> all-to-all     as attention, see attention.py
 
-1. Seams are what the module's code calls by name: functions of its modelling file, functions that it holds, causal
-   `Conv1d` children. `study` asks on a whole row what each of them depends on (dependence.py), in training mode and not.
-   A function that cannot be split is declined: it returns `None`, as kernels that are not installed do. A module that
-   does not go on to compute the same without it is not split.
+1. `study` stands between the module and the functions that it calls (seams.py) and asks on a whole row what each of them
+   depends on (dependence.py), in training mode and not. A function that cannot be split is declined: it returns `None`,
+   as kernels that are not installed do. A module that does not go on to compute the same without it is not split.
 2. `study` then runs the module with a NaN at one position, which the seams keep there. A NaN anywhere else in what comes
    out says that the module mixes elsewhere, too: not split.
 3. What was split is checked like everything else, by its numbers on a short row sharded and whole (discovery.py).
@@ -18,26 +17,15 @@ its shard, and only those functions see more:
 Gradients are those of the exchanges. A parameter's are its heads', of the whole row, and add up over ranks.
 """
 
-import functools
-import inspect
-import sys
-import weakref
-from contextlib import contextmanager
-from contextvars import ContextVar
-
 import torch
 
 from .all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_all
 from .dependence import ALONE, ByHeads, Halo, Place, own_heads, repeated, sequence_dim, split_of, tensors_of
 from .gather import gather_sequence
 from .heads import share_heads
-from .patching import Names
 from .row import ROW_KEY, current_row, hold, release
+from .seams import at_seams, stand, standing, step_aside
 from .whole import hooks, map_arguments, takes, tree_map
-
-# What stands at the seams of the module that is running: an `_Exchanging`, `_Learning` or `_Poisoned`.
-_running: ContextVar = ContextVar("ulysses_mixer", default=None)
-_names = Names()
 
 
 class Mixers:
@@ -54,15 +42,15 @@ class Mixers:
             modules (`list[torch.nn.Module]`): candidates.
             run (`Callable`): runs the model on a whole row of `length` positions.
         """
-        plans = {}
+        plans, known = {}, {}
 
         def look(module, args, kwargs):
             if module not in plans:
                 plans[module] = None
                 with torch.no_grad():
-                    plans[module] = _study(module, args, kwargs, length, self._attachment)
+                    plans[module] = _study(module, args, kwargs, length, self._attachment, known)
 
-        handles = [handle for module in modules for handle in _at_seams(module)]
+        handles = [handle for module in modules for handle in at_seams(module)]
         handles += [module.register_forward_pre_hook(look, with_kwargs=True) for module in modules]
         try:
             run()
@@ -78,18 +66,19 @@ class Mixers:
             row = (kwargs.get(ROW_KEY) or current_row()) if self._attachment.owns(module) else None
             if row is not None and ROW_KEY not in kwargs:
                 self._attachment.row_outside_kwargs(module, row)
-            at_seams = None if row is None else _Exchanging(self._attachment, row, plan, kwargs)
-            self._entered.append((module, _running.set(at_seams), hold(row if row is not None else current_row())))
             if row is not None and takes(module, "cu_seq_lens_q"):
-                return args, {**kwargs, **row.boundaries}
+                kwargs = {**kwargs, **row.boundaries}
+            exchanging = None if row is None else _Exchanging(self._attachment, row, plan, kwargs)
+            self._entered.append((module, stand(exchanging), hold(row if row is not None else current_row())))
+            return args, kwargs
 
         def leave(module, args, kwargs, output):
             if self._entered and self._entered[-1][0] is module:
-                _, seams, held = self._entered.pop()
+                _, token, held = self._entered.pop()
                 release(held)
-                _running.reset(seams)
+                step_aside(token)
 
-        return hooks(module, enter, leave) + _at_seams(module)
+        return hooks(module, enter, leave) + at_seams(module)
 
 
 class _Exchanging:
@@ -223,11 +212,17 @@ def _padded(tensor, dim, length, front=False):
 class _Learning:
     """Asks each function that is called how it can be split; declines what cannot."""
 
-    def __init__(self, plan, length, attachment):
-        self.plan, self.length, self.attachment = plan, length, attachment
+    def __init__(self, plan, length, attachment, known):
+        self.plan, self.length, self.attachment, self.known = plan, length, attachment, known
 
     def call(self, name, function, args, kwargs):
-        how = split_of(function, args, kwargs, self.length, self.attachment.rank, self.attachment.size)
+        # Layers call the same functions with the same shapes: one answer for all.
+        described = []
+        tree_map(lambda path, leaf: described.append((path, _described(leaf))), (args, kwargs))
+        key = (function, tuple(described))
+        if key not in self.known:
+            self.known[key] = split_of(function, args, kwargs, self.length, self.attachment.rank, self.attachment.size)
+        how = self.known[key]
         if self.plan.setdefault(name, how) != how:
             self.plan[name] = None
         return function(*args, **kwargs) if self.plan[name] is not None else None
@@ -271,18 +266,18 @@ class _Poisoned:
         return leaf if dim is None else leaf.index_fill(dim, torch.tensor([self.at], device=leaf.device), float("nan"))
 
 
-def _study(module, args, kwargs, length, attachment):
+def _study(module, args, kwargs, length, attachment, known):
     """How the functions of `module` are split, by name; `None` if they cannot be, or are not all that mixes."""
     plan, training = {}, module.training
     try:
         expected = tensors_of(module.forward(*args, **kwargs))
         for module.training in (False, True):
-            with _at(_Learning(plan, length, attachment)):
+            with standing(_Learning(plan, length, attachment, known)):
                 found = tensors_of(module.forward(*args, **kwargs))
             if not any(isinstance(how, (ByHeads, Halo)) for how in plan.values()) or not _close(found, expected):
                 return None
             poison = _Poisoned(plan, length)
-            with _at(poison):
+            with standing(poison):
                 bad_args, bad_kwargs = map_arguments(lambda _, leaf: poison.poisoned(leaf), module, args, kwargs)
                 found = tensors_of(module.forward(*bad_args, **bad_kwargs))
             for tensor in found.values():
@@ -297,6 +292,10 @@ def _study(module, args, kwargs, length, attachment):
     return plan
 
 
+def _described(leaf):
+    return (tuple(leaf.shape), leaf.dtype) if torch.is_tensor(leaf) else repr(leaf)
+
+
 def _close(found, expected):
     def close(a, b):
         half = a.dtype in (torch.bfloat16, torch.float16)
@@ -305,111 +304,3 @@ def _close(found, expected):
         )
 
     return found.keys() == expected.keys() and all(close(found[path], expected[path]) for path in found)
-
-
-# -- where a module's functions are -------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _at(seams):
-    token = _running.set(seams)
-    try:
-        yield
-    finally:
-        _running.reset(token)
-
-
-def _seam(name):
-    def wrap(function):
-        @functools.wraps(function)
-        def seam(*args, **kwargs):
-            running = _running.get()
-            if running is None:
-                return function(*args, **kwargs)
-            with _at(None):  # What it calls itself is its own business.
-                return running.call(name, function, args, kwargs)
-
-        return seam
-
-    return wrap
-
-
-class _Held:
-    """A handle that gives a name back, when it is removed or the module is gone."""
-
-    def __init__(self, module, source, name):
-        self.remove = weakref.finalize(
-            module, _names.release, _names.hold(source, name, _seam(f"{source.__name__}.{name}"))
-        )
-        self.remove.atexit = False
-
-
-class _HeldAttribute:
-    """The same for a function that the module holds."""
-
-    def __init__(self, module, name):
-        self._module, self._name, self._original = weakref.ref(module), name, vars(module)[name]
-        setattr(module, name, _seam(name)(self._original))
-
-    def remove(self):
-        if (module := self._module()) is not None and self._name:
-            setattr(module, self._name, self._original)
-        self._name = None
-
-
-def _at_seams(module):
-    """Handles of what stands between `module` and the functions it calls."""
-    handles = [_HeldAttribute(module, name) for name in _own_functions(module)]
-    handles += [_Held(module, source, name) for source, name in _global_functions(module)]
-    for child in module.children():
-        if (width := _causal_width(child)) is not None:
-            handles += _around_conv(child, width)
-    return handles
-
-
-def _own_functions(module):
-    return [n for n, value in vars(module).items() if _is_function(value) and n != "forward" and not n.startswith("_")]
-
-
-def _global_functions(module):
-    """Names in modelling files by which the module's own code finds functions."""
-    found = set()
-    for cls in type(module).__mro__:
-        for method in vars(cls).values() if not cls.__module__.startswith("torch.") else ():
-            method = inspect.unwrap(method) if callable(method) else None
-            code, source = getattr(method, "__code__", None), sys.modules.get(getattr(method, "__module__", None))
-            if code is not None and source is not None and vars(source) is method.__globals__:
-                found |= {(source, name) for name in _names_in(code) if _is_function(vars(source).get(name))}
-    return sorted(found, key=lambda place: (place[0].__name__, place[1]))
-
-
-def _names_in(code):
-    yield from code.co_names
-    for constant in code.co_consts:
-        if inspect.iscode(constant):
-            yield from _names_in(constant)
-
-
-def _is_function(value):
-    """Not classes; not modules, which discovery judges for themselves; not what exchanges already (attention.py)."""
-    return callable(value) and not isinstance(value, (type, torch.nn.Module)) and not hasattr(value, "_exchanges")
-
-
-def _causal_width(child):
-    """How far a causal convolution reaches back: it pads both ends and leaves cutting the second to its caller."""
-    if not isinstance(child, torch.nn.Conv1d) or child.stride != (1,) or child.padding_mode != "zeros":
-        return None
-    width = child.dilation[0] * (child.kernel_size[0] - 1)
-    return width if width and child.padding == (width,) else None
-
-
-def _around_conv(conv, width):
-    def before(conv, args):
-        running = _running.get()
-        return None if running is None else (running.before_conv(args[0], width), *args[1:])
-
-    def after(conv, args, output):
-        running = _running.get()
-        return None if running is None else running.after_conv(output, width)
-
-    return [conv.register_forward_pre_hook(before), conv.register_forward_hook(after)]
