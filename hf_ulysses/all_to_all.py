@@ -34,11 +34,13 @@ class Exchange:
         group (`torch.distributed.ProcessGroup`): the sequence-parallel group.
         rank (`int`): this rank within it.
         shares (`tuple[HeadShare, ...]`): the heads of every rank, in rank order.
+        queries (`tuple[bool, ...]`): which of the tensors that travel have query heads; the others key/value heads.
     """
 
     group: dist.ProcessGroup
     rank: int
     shares: tuple[HeadShare, ...]
+    queries: tuple[bool, ...] = (True, False, False)
 
     @property
     def mine(self) -> HeadShare:
@@ -55,6 +57,11 @@ def gather_seq_scatter_heads(query_BHsD, key_BGsD, value_BGsE, exchange: Exchang
         `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: `query_BhSD`, `key_BgSD`, `value_BgSE`.
     """
     return _SeqToHeads.apply(exchange, query_BHsD, key_BGsD, value_BGsE)
+
+
+def gather_seq_scatter_all(tensors, exchange: Exchange):
+    """The same for any number of tensors `[B, heads, s, size]` of one dtype, as `exchange.queries` describes them."""
+    return _SeqToHeads.apply(exchange, *tensors)
 
 
 def gather_heads_scatter_seq(out_BShE, exchange: Exchange):
@@ -106,8 +113,8 @@ class _HeadsToSeq(torch.autograd.Function):
 class _Columns:
     """The tensors' heads of one share, side by side in the last dimension of a `[..., rows, B, columns]` buffer."""
 
-    def __init__(self, share: HeadShare, tensors):
-        self.heads = (share.query, share.kv, share.kv)[: len(tensors)]
+    def __init__(self, share: HeadShare, tensors, queries):
+        self.heads = [share.query if query else share.kv for query in queries[: len(tensors)]]
         self.sizes = [tensor.shape[-1] for tensor in tensors]
         self.widths = [(heads.stop - heads.start) * size for heads, size in zip(self.heads, self.sizes)]
         self.total = sum(self.widths)
@@ -122,7 +129,7 @@ def _to_heads(tensors, exchange):
     """`[B, all heads, s, size]` of each tensor -> `[B, this rank's heads, S, size]`, views of one buffer."""
     B, _, s, _ = tensors[0].shape
     rank, P = exchange.rank, len(exchange.shares)
-    columns = [_Columns(share, tensors) for share in exchange.shares]
+    columns = [_Columns(share, tensors, exchange.queries) for share in exchange.shares]
     mine = columns[rank]
     send_sizes, receive_sizes = [s * B * c.total for c in columns], [s * B * mine.total] * P
     buffer = tensors[0].new_empty(P * s, B, mine.total)
@@ -144,7 +151,7 @@ def _to_sequence(tensors, exchange):
     rank, P = exchange.rank, len(exchange.shares)
     s = S // P
     own = slice(rank * s, (rank + 1) * s)
-    columns = [_Columns(share, tensors) for share in exchange.shares]
+    columns = [_Columns(share, tensors, exchange.queries) for share in exchange.shares]
     send_sizes, receive_sizes = [s * B * columns[rank].total] * P, [s * B * c.total for c in columns]
     send_sizes[rank] = receive_sizes[rank] = 0
     send = _packed_by_rows(tensors, columns[rank], own)

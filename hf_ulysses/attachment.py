@@ -11,6 +11,7 @@ rotary embeddings; and, in the modelling files of the model's classes (counted o
 which they find attention functions and mask builders. A deepcopy of the model is not attached.
 """
 
+import functools
 import inspect
 import sys
 import weakref
@@ -27,7 +28,7 @@ from .masks import BUILDERS, for_full_row
 from .outside_loss import LossRule
 from .patching import Names
 from .rotary import depends_on_positions, feed_full_row
-from .row import ROW_KEY, current_row, hold, release
+from .row import ROW_KEY, current_row, hold, holding, release
 from .sharding import shard_batch
 
 _attachments: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()
@@ -48,6 +49,7 @@ class Attachment:
         group (`torch.distributed.ProcessGroup`), size (`int`), rank (`int`): the sequence-parallel group.
         exchanges (`int`): attention calls that went through the exchange since attaching.
         gathered (`list[str]`): modules that run on the whole row (see whole.py), known after the first `shard`.
+        split (`list[str]`): modules that exchange around the functions in which they mix positions (see mixers.py).
         under_engine (`bool`): whether all ranks train this model together, data-parallel ones too.
     """
 
@@ -55,7 +57,7 @@ class Attachment:
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.seq_length, self.under_engine = seq_length, under_engine
-        self.exchanges, self.gathered = 0, []
+        self.exchanges, self.gathered, self.split = 0, [], []
         self._parameters = inspect.signature(type(model).forward).parameters
         self._discovered, self.discovering = self.size == 1, False
         # Whether the model's head scores labels as they are (labels.py), known after the first `shard`.
@@ -158,6 +160,9 @@ class Attachment:
         if self._finalizer.detach():
             _release_names(self._held)
         for module in [module for module, attachment in _attachments.items() if attachment is self]:
+            for name in _CHECKPOINTS:
+                if isinstance(vars(module).get(name), _Carrying):
+                    setattr(module, name, vars(module)[name].function)
             del _attachments[module]
 
     def __enter__(self):
@@ -201,6 +206,8 @@ class Attachment:
                     self._refuse_unsharded(module)
                 by_name = takes_cache and len(args) < list(parameters).index("use_cache")
                 return (args, {**kwargs, "use_cache": False}) if self.discovering and by_name else None
+            if outermost:
+                self._carry_into_recomputation()
             row.group, row.counted = self.group, kwargs.get("num_items_in_batch") is not None or row.counted
             if not row.verified:
                 self.verify(row)
@@ -234,14 +241,23 @@ class Attachment:
                 "dataloader = accelerator.deepspeed_ulysses_dl_adapter(dataloader, model)."
             )
 
+    def _carry_into_recomputation(self):
+        """What gradient checkpointing recomputes in backward then has its row as the current one, too."""
+        for module in self._model().modules():
+            for name in _CHECKPOINTS:
+                function = vars(module).get(name)
+                if function is not None and not isinstance(function, _Carrying):
+                    setattr(module, name, _Carrying(function))
+
     def row_outside_kwargs(self, module, row):
         """The current row, for attention that got none in its keyword arguments; an error if it would be lost."""
-        if row is not None and module.training and torch.is_grad_enabled():
+        if row is not None and module.training:
             model = self._model()
-            if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+            # Also without gradients: a reentrant checkpoint's first run has none, and its second one would be too late.
+            if any(getattr(m, "gradient_checkpointing", False) and not _carries(m) for m in model.modules()):
                 raise ValueError(
                     f"{type(model).__name__} does not pass keyword arguments on to {type(module).__name__}, so "
-                    "gradient checkpointing would recompute attention without the row's facts. Switch gradient "
+                    "gradient checkpointing would recompute it without the row's facts. Switch gradient "
                     "checkpointing off for this model, or train it without sequence parallelism."
                 )
         return row
@@ -298,6 +314,35 @@ def attach(model, group=None, *, seq_length=None, under_engine=False) -> Attachm
             raise ValueError(f"{type(module).__name__} is attached already: detach() it first.")
     support.check_model(model, dist.get_world_size(group))
     return Attachment(model, group, seq_length, under_engine)
+
+
+# The attributes by which transformers' layers and torch's wrappers find the function that checkpoints them.
+_CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+
+
+class _Carrying:
+    """A checkpoint function, `function(run, *args, **kwargs)`, whose second `run` has the first one's row."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, run, *args, **kwargs):
+        row = current_row()
+        if row is None:
+            return self.function(run, *args, **kwargs)
+
+        @functools.wraps(run, updated=())
+        def run_with_row(*args, **kwargs):
+            with holding(row):
+                return run(*args, **kwargs)
+
+        return self.function(run_with_row, *args, **kwargs)
+
+
+def _carries(module):
+    """Whether what `module` checkpoints, if anything, has its row."""
+    functions = [vars(module)[name] for name in _CHECKPOINTS if name in vars(module)]
+    return bool(functions) and all(isinstance(function, _Carrying) for function in functions)
 
 
 class _Registry:

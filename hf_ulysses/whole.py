@@ -45,8 +45,8 @@ class Whole:
             if row is None:
                 return self._enter(module, None)
             self._refuse_lost_row(module, kwargs)
-            args, kwargs = self._gather(module, args, kwargs, row, dims, row.length)
-            if _takes(module, "cu_seq_lens_q"):
+            args, kwargs = self._gather(module, args, kwargs, row, dims, _seen(row))
+            if takes(module, "cu_seq_lens_q"):
                 kwargs.update(row.boundaries)
             kwargs.pop(ROW_KEY, None)
             self._enter(module, row)
@@ -54,9 +54,9 @@ class Whole:
 
         def leave(module, args, kwargs, output):
             row = self._leave(module)
-            return output if row is None else self._cut(output, row, dims, row.length)
+            return output if row is None else self._cut(output, row, dims, _seen(row))
 
-        return _hooks(module, enter, leave)
+        return hooks(module, enter, leave)
 
     def run_body(self, module, layers):
         """Returns the handles: `module`'s own code sees the whole row, each of `layers` its shard."""
@@ -70,7 +70,7 @@ class Whole:
                 kwargs.pop("position_ids", None)
             if "attention_mask" in kwargs:
                 kwargs["attention_mask"] = row.attention_mask
-            if _takes(module, "cu_seq_lens_q"):
+            if takes(module, "cu_seq_lens_q"):
                 kwargs.update(row.boundaries)
             self._bodies.append(row)
             self._enter(module, row)
@@ -88,16 +88,16 @@ class Whole:
             if row is None:
                 return None
             args, kwargs = self._cut_for_layer(module, args, kwargs, row)
-            if _takes(module, ROW_KEY):
+            if takes(module, ROW_KEY):
                 kwargs[ROW_KEY] = row
             return args, kwargs
 
         def leave_layer(module, args, kwargs, output):
             self._leave(module)
 
-        handles = _hooks(module, enter, leave)
+        handles = hooks(module, enter, leave)
         for layer in layers:
-            handles += _hooks(layer, enter_layer, leave_layer)
+            handles += hooks(layer, enter_layer, leave_layer)
         return handles
 
     def carry_row(self, layer):
@@ -107,7 +107,7 @@ class Whole:
             row = kwargs.get(ROW_KEY)
             self._entered.append((module, hold(row if row is not None else current_row()), None))
 
-        return _hooks(layer, enter, lambda module, args, kwargs, output: self._leave(module) and None)
+        return hooks(layer, enter, lambda module, args, kwargs, output: self._leave(module) and None)
 
     # -- rows in and out ----------------------------------------------------------------------------------------------
 
@@ -228,13 +228,19 @@ def _shorten(tensor, padded, length):
     return tensor
 
 
-def _takes(module, name):
+def _seen(row):
+    """How much of the row a module sees: not the padding behind it, unless the user's boundaries count that, too."""
+    return row.padded if row.boundaries else row.length
+
+
+def takes(module, name):
     parameters = inspect.signature(type(module).forward).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _hooks(module, enter, leave):
+def hooks(module, enter, leave):
+    """The last to enter a module is the first to leave it."""
     return [
         module.register_forward_pre_hook(enter, with_kwargs=True),
-        module.register_forward_hook(leave, with_kwargs=True, always_call=True),
+        module.register_forward_hook(leave, with_kwargs=True, always_call=True, prepend=True),
     ]

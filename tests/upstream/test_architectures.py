@@ -11,12 +11,9 @@ from ..one_architecture import try_architecture
 # What stands between attention and exactness, in this order of names: grouped experts and their auxiliary loss, sinks,
 # gated delta net, state space, convolution, indexer, ALiBi outside of the interface, positions counted behind padding,
 # positions counted by the embedding, a decoder that scores labels as they are, a head that shifts by itself, no interface.
-EXCHANGED = ("llama", "qwen3_moe", "gpt_oss", "gemma3")
+EXCHANGED = ("llama", "qwen3_moe", "gpt_oss", "gemma3", "qwen3_next", "nemotron_h", "lfm2")
 GATHERED = {
     "opt": ("embed_positions",),
-    "qwen3_next": ("linear_attn",),
-    "nemotron_h": ("mixer",),
-    "lfm2": ("conv",),
     "deepseek_v32": ("self_attn", "indexer"),
     "bloom": ("self_attention",),
     "roberta": ("embeddings",),
@@ -129,7 +126,7 @@ def found_in_half_precision(model_type):
     ids = torch.randint(3, 99, (1, 46), generator=torch.Generator().manual_seed(0))
     with hf_ulysses.attach(model) as sp:
         sp.shard({"input_ids": ids, "labels": ids})
-        return sp.gathered
+        return sp.gathered + sp.split
 
 
 @pytest.mark.parametrize(
