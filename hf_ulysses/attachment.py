@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 
 from . import balance, discovery, support
 from .attention import exchanging
@@ -234,14 +235,12 @@ class Attachment:
 
     def row_outside_kwargs(self, module, row):
         """The current row, for attention that got none in its keyword arguments; an error if it would be lost."""
-        if row is not None and module.training and torch.is_grad_enabled():
-            model = self._model()
-            if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
-                raise ValueError(
-                    f"{type(model).__name__} does not pass keyword arguments on to {type(module).__name__}, so "
-                    "gradient checkpointing would recompute attention without the row's facts. Switch gradient "
-                    "checkpointing off for this model, or train it without sequence parallelism."
-                )
+        if row is not None and _runs_again():
+            raise ValueError(
+                f"{type(self._model()).__name__} passes no keyword arguments on to {type(module).__name__} and runs it again "
+                "in backward (checkpointing, reversible layers), where the row's facts would be lost. Switch gradient "
+                "checkpointing off, or train it without sequence parallelism."
+            )
         return row
 
     def verify(self, row):
@@ -319,6 +318,20 @@ class _Registry:
 
     def get_interface(self, *args, **kwargs):
         return exchanging(self._registry.get_interface(*args, **kwargs), attachment_of)
+
+
+# Whoever has one of these above it on the stack is run again in backward, after the model's forward is over.
+_RUN_AGAIN = {
+    inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__,
+    inspect.unwrap(torch.autograd.Function.apply.__func__).__code__,
+}
+
+
+def _runs_again() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code not in _RUN_AGAIN:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _modelling_modules(modules):

@@ -87,6 +87,8 @@ class Whole:
             self._entered.append((module, hold(row if row is not None else current_row()), None))
             if row is None:
                 return None
+            if ROW_KEY not in kwargs:
+                self._attachment.row_outside_kwargs(module, row)
             args, kwargs = self._cut_for_layer(module, args, kwargs, row)
             if _takes(module, ROW_KEY):
                 kwargs[ROW_KEY] = row
