@@ -48,6 +48,8 @@ class Attachment:
     Attributes:
         group (`torch.distributed.ProcessGroup`), size (`int`), rank (`int`): the sequence-parallel group.
         exchanges (`int`): attention calls that went through the exchange since attaching.
+        direct_calls, calls_on_whole_row (`int`): those that did not, and those of them in modules that were given the whole
+            row: the start-up check counts them.
         gathered (`list[str]`): modules that run on the whole row (see whole.py), known after the first `shard`.
         under_engine (`bool`): whether all ranks train this model together, data-parallel ones too.
     """
@@ -56,12 +58,15 @@ class Attachment:
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.seq_length, self.under_engine = seq_length, under_engine
-        self.exchanges, self.gathered = 0, []
+        self.exchanges = self.direct_calls = self.calls_on_whole_row = 0
+        self.gathered = []
         self._parameters = inspect.signature(type(model).forward).parameters
         self._discovered, self.discovering = self.size == 1, False
         # Whether the model's head scores labels as they are (labels.py), known after the first `shard`.
         self.scores_own_labels = False
         self._model = weakref.ref(model)
+        # Whether `num_items_in_batch` counts the targets of all ranks, which loss and gradients then are shares of.
+        self.counts_all_ranks = True
         # Found out by the trainer's start-up check.
         self.checked, self.loss_rule = False, LossRule()
         self._random_state = None
@@ -75,8 +80,11 @@ class Attachment:
                 self._handles += self._hook(module)
             if depends_on_positions(module):
                 self._handles += feed_full_row(module, self.rank, self.size)
+        # Whether the loss has a part that balances experts.
+        self.balances = False
         for source in _modelling_modules(modules):
             for name, wrap in _replacements(source):
+                self.balances = self.balances or name == balance.NAME
                 self._held.append(_names.hold(source, name, wrap))
         self._finalizer = weakref.finalize(model, _release_names, self._held)
 
@@ -200,7 +208,8 @@ class Attachment:
                     self._refuse_unsharded(module)
                 by_name = takes_cache and len(args) < list(parameters).index("use_cache")
                 return (args, {**kwargs, "use_cache": False}) if self.discovering and by_name else None
-            row.group, row.counted = self.group, kwargs.get("num_items_in_batch") is not None or row.counted
+            counted = kwargs.get("num_items_in_batch") is not None and self.counts_all_ranks
+            row.group, row.counted = self.group, counted or row.counted
             if not row.verified:
                 self.verify(row)
             kwargs = dict(kwargs)

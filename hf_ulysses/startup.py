@@ -4,9 +4,11 @@ Through the trainer's own `compute_loss`, on the user's own model under its engi
 
 1. The hidden states of this shard's tokens are those of the whole row, token by token: a model that mixes positions
    outside attention, or whose attention bypasses the exchange, is caught here, whatever it is called.
-2. The shard's loss is that of the whole row with all other shards' targets masked: a head that shifts labels by itself,
+2. As many attention calls go through the exchange, or lie in modules that run on the whole row, as the model makes in
+   an unsharded run: attention that does not show yet (an output projection or a gate of zeros) is caught here.
+3. The shard's loss is that of the whole row with all other shards' targets masked: a head that shifts labels by itself,
    or a loss that needs the whole row, is caught here.
-3. The shards' losses together give the whole row's: a loss that is normalised in another way is caught here.
+4. The shards' losses together give the whole row's: a loss that is normalised in another way is caught here.
 
 It finds forward faults; gradients are the tests' business. Not covered: models without `input_ids`.
 """
@@ -51,28 +53,35 @@ def check_first_step(trainer, attachment, model, inputs) -> None:
     part = shard_batch(row, attachment.rank, attachment.size)
     # First, or peers with different rows would look like a fault of the model.
     attachment.verify(part[ROW_KEY])
-    training, before = model.training, attachment.exchanges
+    training = model.training
     model.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng():
+            before = attachment.exchanges + attachment.calls_on_whole_row
             sharded, hidden_sharded = _run(trainer, model, part, count)
-            exchanges = attachment.exchanges - before
+            seen = attachment.exchanges + attachment.calls_on_whole_row - before
+            before = attachment.direct_calls
             alone, hidden_whole = _run(trainer, model, own, count)
+            made = attachment.direct_calls - before
             together, _ = _run(trainer, model, row, count)
             rule = _rule(trainer, model, row, count, together)
+            balance, balance_whole = _balance(trainer, model, part, row, count, attachment)
     finally:
         model.train(training)
 
-    # What evaluation reports for the row, against the same from one process of as many data-parallel ranks.
-    combined = of_the_row(sharded, part["shift_labels"], attachment, rule, count is not None, training=False)
-    if count is not None and rule.scales:
-        together = together / attachment.size
+    def combined(loss):
+        """What evaluation reports for the row."""
+        return of_the_row(loss, part["shift_labels"], attachment, rule, count is not None, training=False)
+
+    # Against the same from one process of as many data-parallel ranks. The experts' balance is no sum over targets.
+    scale = attachment.size if count is not None and rule.scales else 1
     errors = [
         _token_error(hidden_sharded, hidden_whole, attachment),
-        _error(sharded, alone),
-        _error(combined, together),
+        _error(sharded - balance, alone - balance_whole[0]),
+        _error(combined(sharded), (together - balance_whole[0]) / scale + balance_whole[1]),
     ]
-    worst = torch.stack([*errors, torch.tensor(-float(exchanges))]).to(sharded.device)
+    calls = [torch.tensor(float(number)) for number in (abs(seen - made), -seen, made)]
+    worst = torch.stack([*errors, *calls]).to(sharded.device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     _judge(trainer, attachment, worst.tolist())
     return rule
@@ -85,6 +94,21 @@ def _rule(trainer, model, row, count, together):
     fewer, _ = _run(trainer, model, row, 2 * count)
     more, _ = _run(_with_twice_the_processes(trainer), model, row, count)
     return LossRule(counts=bool(fewer < 0.75 * together), scales=bool(more > 1.5 * together))
+
+
+def _balance(trainer, model, part, row, count, attachment):
+    """The experts' balance in the loss, which stays when there is no target: of the shard; whole, and as one process of as
+    many data-parallel ranks would have it, whether the trainer multiplies it by the number of processes or not."""
+    if count is None or not attachment.balances:
+        return 0.0, (0.0, 0.0)
+    without = {name: torch.full_like(part[name], IGNORE_INDEX) for name in ("labels", "shift_labels")}
+    mine, _ = _run(trainer, model, {**part, **without}, count)
+    row = {**row, "labels": torch.full_like(row["labels"], IGNORE_INDEX)}
+    whole, _ = _run(trainer, model, row, count)
+    more, _ = _run(_with_twice_the_processes(trainer), model, row, count)
+    # A mean over no targets is NaN.
+    mine, whole, more = (loss.nan_to_num(nan=0.0) for loss in (mine, whole, more))
+    return mine, (whole, whole / attachment.size if more > 1.5 * whole else whole)
 
 
 class _Twice:
@@ -182,17 +206,23 @@ def _is_half(trainer):
 
 
 def _judge(trainer, attachment, worst):
-    hidden, shard, row, fewest = worst
+    hidden, shard, row, uncounted, fewest, made = worst
     half = _is_half(trainer)
     hidden_tolerance, loss_tolerance = (_HIDDEN_HALF, _LOSS_HALF) if half else (_HIDDEN, _LOSS)
     name = f"{type(trainer.model).__name__} over sp_size={attachment.size}"
     found = None
+    calls = f"{-fewest:.0f} of {made:.0f} saw the whole row"
     if hidden > hidden_tolerance:
-        bypass = " No attention call went through the exchange." if fewest == 0 else ""
+        bypass = f" Of its attention calls, {calls}: attention bypasses the exchange." if uncounted or not made else ""
         found = (
             f"the hidden states of a shard of {name} differ from the whole row's by {hidden:.1e} of their norm (allowed "
             f"{hidden_tolerance:.0e}).{bypass} The model mixes positions outside the attention interface, or builds its "
             "own masks or positions."
+        )
+    elif uncounted:
+        found = (
+            f"of the attention calls of {name}, {calls}, through the exchange or in a module that is given it. The others "
+            "attend within their shard, or are left out: the model loses the row's facts on the way."
         )
     elif shard > loss_tolerance:
         found = (
