@@ -58,7 +58,7 @@ def _batch(model, case):
     if case == "packed":
         if "position_ids" not in inspect.signature(type(model).forward).parameters:
             return None
-        batch["position_ids"] = torch.cat([torch.arange(n) for n in (13, 9, 24)])[None]
+        batch["position_ids"] = torch.cat([torch.arange(n) for n in (13, 9, 23)])[None]
     if case == "left_padded":
         mask = torch.ones_like(ids)
         mask[0, :7] = 0
@@ -66,6 +66,10 @@ def _batch(model, case):
         batch["input_ids"] = ids.where(mask.bool(), torch.tensor(pad))
         batch["labels"] = batch["labels"].where(mask.bool(), torch.tensor(-100))
         batch["attention_mask"] = mask
+    if hasattr(model, "lm_heads") and hasattr(model, "num_codebooks"):
+        # Audio codes: a row of tokens, and of labels, for each codebook.
+        batch["input_ids"] = batch["input_ids"].repeat_interleave(model.num_codebooks, dim=0)
+        batch["labels"] = batch["labels"][..., None].repeat(1, 1, model.num_codebooks)
     return batch
 
 

@@ -6,8 +6,9 @@
 1. A configuration's defaults say which names it has. Sizes, counts and token ids are replaced by the rules below, in
    sub-configurations too; whatever is drawn at random in a forward (dropout, jitter, layer drop) is switched off.
 2. Lists with one entry per layer (`layer_types` and the like) are reduced to one layer of every combination of kinds.
-3. What a model treats specially lies inside a row of `LENGTH` tokens: windows and chunks are 8, position-dependent
-   rotary embeddings start with positions beyond 16.
+3. What a model treats specially lies inside a row of `LENGTH` tokens: windows and chunks are 8. "llama+longrope" or
+   "llama+dynamic" is a model whose rotary embeddings take other frequencies for rows beyond `ORIGINAL` positions, of which
+   only the last shard has some.
 4. `SPECIAL` holds what the rules cannot know, one line per model type.
 """
 
@@ -17,21 +18,26 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.configuration_utils import PreTrainedConfig
 
-LENGTH = 46
+# Not divisible by 2 or 4, so that the last shard has padding.
+LENGTH = 45
 VOCAB = 128
 HEAD_SIZE = 16
 WINDOW = 8
+# Only the last of four shards lies beyond; the last document of a packed row does not.
+ORIGINAL = 40
 
 # (pattern of names, value); the first that matches wins. `h` and `g` are the query and key/value heads.
 RULES = [
     (r"(pad|bos|eos|decoder_start|sep|cls|mask|unk|eod|forced_\w+)_token_id", {"pad": 0, "bos": 1, "eos": 2}),
-    (r"(vocab_size|encoder_vocab_size|decoder_vocab_size|unpadded_vocab_size|vocab_size_per_layer_input)", VOCAB),
+    (r"(vocab_size|encoder_vocab_size|decoder_vocab_size|unpadded_vocab_size|vocab_size_per_layer_input|"
+     r"encoder_hash_byte_group_vocab)", VOCAB),
     (r"(output_vocab_size|audio_vocab_size|embedding_size)", None),
     (r"\w*(dropout|dropout_prob|_drop|pdrop|dropout_p|layerdrop|jitter_noise|jitter|drop_rate)", 0.0),
     (r"(num_attention_heads|n_heads?|num_heads|attention_heads|(en|de)coder_attention_heads|"
      r"num_(en|de)coder_attention_heads|swa_num_attention_heads)", lambda h, g: h),
     (r"(num_key_value_heads|num_kv_heads|swa_num_key_value_heads)", lambda h, g: g),
-    (r"(hidden_size|n_embd|d_model|dim|emb_dim|word_embed_proj_dim|lru_width|attention_hidden_size|model_dim)",
+    (r"(hidden_size|n_embd|d_model|dim|emb_dim|word_embed_proj_dim|lru_width|attention_hidden_size|model_dim|"
+     r"hidden_size_global)",
      lambda h, g: h * HEAD_SIZE),
     (r"(head_dim|d_head|swa_head_dim|attention_head_size|dim_head|kv_channels|v_head_dim|qk_nope_head_dim|d_kv)", HEAD_SIZE),
     (r"(rotary_dim|qk_rope_head_dim)", 8),
@@ -85,7 +91,9 @@ SPECIAL = {
     "deepseek_v2": dict(topk_group=1, n_group=1, num_experts_per_tok=2),
     "dots1": dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=1, topk_group=1,
                   first_k_dense_replace=1, layer_types=["sliding_attention", "full_attention"]),
-    "gemma4_assistant": dict(hidden_size_per_layer_input=0),
+    "gemma4_assistant": dict(text_config=dict(
+        model_type="gemma4_text", hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, num_hidden_layers=2,
+        num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"])),
     "flint": dict(mlp_only_layers=[0]),
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "lfm2_moe": dict(num_dense_layers=1, layer_types=["conv", "full_attention"]),
@@ -113,8 +121,36 @@ SPECIAL = {
 
 
 def tiny_config(model_type: str, heads: int = 4, kv_heads: int = 2):
-    """The tiny configuration of a model type of transformers' auto mapping."""
-    return _shrink(CONFIG_MAPPING[model_type], heads, kv_heads)
+    """The tiny configuration of a model type of transformers' auto mapping, with other rotary embeddings after a "+"."""
+    model_type, _, rope_type = model_type.partition("+")
+    config = _shrink(CONFIG_MAPPING[model_type], heads, kv_heads)
+    if rope_type:
+        set_rope(config.get_text_config(), rope_type)
+    return config
+
+
+def set_rope(config, rope_type, original=ORIGINAL):
+    """Give a configuration rotary embeddings that depend on the longest row: "dynamic" or "longrope"."""
+    ropes = config.rope_parameters
+    by_layer = {kind: rope for kind, rope in ropes.items() if isinstance(rope, dict)}
+    for kind, rope in (by_layer or {None: ropes}).items():
+        names = ("global_head_dim",) if kind == "full_attention" else ()
+        sizes = (_size(config, name) for name in (*names, "qk_rope_head_dim", "head_dim"))
+        size = next((size for size in sizes if size), HEAD_SIZE)
+        pairs = int(size * (rope.get("partial_rotary_factor") or 1.0)) // 2
+        rope.update(rope_type=rope_type, factor=4.0, original_max_position_embeddings=original)
+        rope.update(short_mscale=1.0, long_mscale=1.2)  # One modelling file scales by the longest position itself.
+        if rope_type == "longrope":
+            rope.update(short_factor=[1.0] * pairs, long_factor=[1.0 + 0.5 * i for i in range(pairs)])
+    # Dynamic embeddings are stretched beyond this many, longrope's attention is scaled by what it exceeds.
+    config.max_position_embeddings = original if rope_type == "dynamic" else 4 * original
+
+
+def _size(config, name):
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # Layers differ in it.
+        return None
 
 
 def _shrink(cls, heads, kv_heads, given=None):
@@ -199,7 +235,14 @@ def tiny_model(config, seed: int = 0):
     """The model, float32, in training mode, with the same random parameters on every call."""
     torch.manual_seed(seed)
     auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
-    model = auto.from_config(config, attn_implementation=None).float().train()
+    cls = auto._model_mapping[type(config)]
+    if hasattr(cls, "config_class") and not isinstance(config, cls.config_class):
+        # Auto's mapping names the whole model's configuration for its decoder.
+        parts = [part for part in vars(config).values() if isinstance(part, cls.config_class)]
+        model = cls._from_config(*parts) if parts else auto.from_config(config)
+    else:
+        model = auto.from_config(config, attn_implementation=None)
+    model = model.float().train()
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
