@@ -69,14 +69,31 @@ RULES = [
     (r"(linear_num_key_heads)", lambda h, g: g),
     (r"(linear_num_value_heads|linear_num_heads)", lambda h, g: h),
     (r"(mamba_n_groups|n_groups)", 1),
+    (r"(out_hidden_size|text_hidden_size)", lambda h, g: h * HEAD_SIZE),  # Of a vision tower.
     (r"use_cache", False),
     (r"(image_size)", 32),
+    (r"depth", 2),
+    (r"codebook_size", 8),
+    (r"embed_dim", lambda h, g: h * HEAD_SIZE),
     (r"(patch_size)", 8),
 ]
 _PER_LAYER = re.compile(r"(layer_types|layers_block_type|mlp_layer_types|\w*_layer_types|indexer_types|no_rope_layers|"
                         r"layer_rope_theta|num_attention_heads_per_layer)")
+# Positions along time, height and width, which default configurations leave to their checkpoints.
+_MROPE = r"(qwen2_vl|qwen2_5_vl|qwen2_5_omni|glm4v|glm46v|glm_ocr|glmga|paddleocr_vl|ernie4_5_vl|hunyuan_vl)\w*text"
 # What the rules cannot know: sizes that must fit each other, features that are off by default.
 SPECIAL = {
+    "apertus1p5": dict(image_token_offset=100, audio_token_offset=108),
+    "chameleon": dict(vocabulary_map={"<image>": VOCAB - 1}),
+    "deepseek_ocr2_text": dict(mlp_layer_types=["dense", "sparse"], num_experts_per_tok=2),
+    "diffusion_gemma_text": dict(num_experts=4, top_k_experts=2, moe_intermediate_size=32),
+    "glm5_next_text": dict(index_topk=16, qk_rope_head_dim=0),
+    "granite4_vision": dict(deepstack_layer_map=[], downsample_rate="1/2"),
+    "molmo2_adapter": dict(vision_feature_layer=[1, 0]),
+    "muse_spark_audio": dict(num_hidden_layers=4, hidden_sizes=(64,) * 4, depths=(1,) * 4),
+    "radio": dict(video_temporal_patch_size=2),
+    "udop": dict(decoder_start_token_id=0),
+    "wavtokenizer_encoder": lambda h, g: dict(codebook_dim=h * HEAD_SIZE),
     "bamba": dict(attn_layer_indices=[1]),
     "bailing_hybrid": dict(layer_group_size=2),
     "dory": dict(num_hidden_layers=4, n_input_layers=1, n_recurrent_layers=2, n_output_layers=1,
@@ -172,6 +189,11 @@ def _shrink(cls, heads, kv_heads, given=None):
     if "qk_rope_head_dim" in changes and "head_dim" in changes:
         changes["head_dim"] = changes["qk_rope_head_dim"]
     _reduce_layers(values, changes)
+    rope = values.get("rope_parameters")
+    if isinstance(rope, dict) and (rope.get("mrope_section") or re.fullmatch(_MROPE, cls.model_type)):
+        size = changes.get("qk_rope_head_dim") or changes.get("head_dim") or HEAD_SIZE
+        pairs = int(size * (rope.get("partial_rotary_factor") or 1.0)) // 2
+        changes["rope_parameters"] = {**rope, "mrope_section": [pairs // 3, pairs // 3, pairs - 2 * (pairs // 3)]}
     changes.update(_special(cls.model_type, heads, kv_heads))
     _fix_tokens(values, changes)
     return cls(**changes)
@@ -185,14 +207,14 @@ _ABSENT = ("head_dim", "sliding_window", "n_routed_experts", "num_key_value_head
 def _rule(name, value, heads, kv_heads):
     for pattern, rule in RULES:
         if re.fullmatch(pattern, name):
-            if isinstance(value, (list, dict, str)) or value is None and name not in _ABSENT:
+            if isinstance(value, (list, tuple, dict, str)) or value is None and name not in _ABSENT:
                 return _KEEP
             if isinstance(rule, dict):
                 return rule.get(name.partition("_")[0], 2) if isinstance(value, int) else _KEEP
             if rule is None:
                 return _KEEP if value is None else heads * HEAD_SIZE
-            if rule == 0.0 and type(value) is int:
-                return 0
+            if rule == 0.0 and type(value) in (int, bool):
+                return type(value)(0)
             return rule(heads, kv_heads) if callable(rule) else rule
     return _KEEP
 
