@@ -33,6 +33,10 @@ def try_architecture(model_type, heads, kv_heads, cases=CASES, changes=None) -> 
         model = tiny_model(config)
     except Exception as error:
         return {"model": {"status": "impossible", "why": _last_line(error)}}
+    return try_model(model, cases)
+
+
+def try_model(model, cases=CASES) -> dict:
     results = {"class": type(model).__name__}
     batches = {case: _batch(model, case) for case in cases}
     references = {case: _reference(model, batch) for case, batch in batches.items()}
