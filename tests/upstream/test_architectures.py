@@ -6,36 +6,50 @@ import torch
 import hf_ulysses
 
 from ..models import batch_of, build, checkpoint
-from ..one_architecture import try_architecture
+from ..one_architecture import CASES, try_architecture
 from ..ranks import RankFailed
 from ..tiny_models import tiny_config, tiny_model
 
-# What stands between attention and exactness, in this order of names: grouped experts and their auxiliary loss, sinks,
-# gated delta net, state space, convolution, indexer, ALiBi outside of the interface, positions counted behind padding,
-# positions counted by the embedding, a decoder that scores labels as they are, a head that shifts by itself, no interface.
-EXCHANGED = ("llama", "qwen3_moe", "gpt_oss", "gemma3")
-GATHERED = {
-    "opt": ("embed_positions",),
+# What must hold over two and over four ranks, and the modules that run on the whole row.
+MUST_HOLD = {
+    "qwen3_5_text": ("linear_attn",),
     "qwen3_next": ("linear_attn",),
-    "nemotron_h": ("mixer",),
+    "gpt_oss": (),
+    "gemma2": (),
+    "gemma3": (),
+    "gemma4": (),
+    "mistral": (),
+    "llama4": (),
+    "deepseek_v3": (),
+    "olmo3": (),
     "lfm2": ("conv",),
+    "nemotron_h": ("mixer",),
+    "bamba": ("mamba",),
+    "falcon_h1": ("mamba",),
+}
+# What else stands between attention and exactness, in this order: an indexer, ALiBi outside of the interface, positions
+# counted behind padding, positions counted by the embedding, no interface, a decoder that scores labels as they are.
+OTHERS = {
     "deepseek_v32": ("self_attn", "indexer"),
     "bloom": ("self_attention",),
     "roberta": ("embeddings",),
+    "opt": ("embed_positions",),
     "openai-gpt": ("attn",),
     "whisper": (),
 }
+LAYOUTS = {2: (4, 2), 4: (6, 3)}
 
 
-@pytest.mark.parametrize("model_type", [*EXCHANGED, *GATHERED])
-def test_exact(ranks, model_type):
-    for found in ranks(2).run(try_architecture, model_type, 4, 2):
-        statuses = {case: found[case] for case in ("unpacked", "packed", "left_padded")}
-        assert all(answer["status"] in ("exact", "impossible") for answer in statuses.values()), statuses
-        assert statuses["unpacked"]["status"] == "exact"
-        modules = [name for name in statuses["unpacked"]["gathered"] if not name.endswith("around its layers")]
-        gathered = {name.rpartition(".")[2] for name in modules}
-        assert gathered == set(GATHERED.get(model_type, ()))
+@pytest.mark.parametrize(
+    "model_type, size", [(name, size) for size in LAYOUTS for name in MUST_HOLD] + [(name, 2) for name in OTHERS]
+)
+def test_exact(ranks, model_type, size):
+    for found in ranks(size).run(try_architecture, model_type, *LAYOUTS[size]):
+        assert found["unpacked"]["status"] == "exact", found
+        possible = ("exact",) if model_type in MUST_HOLD else ("exact", "impossible")
+        assert all(found[case]["status"] in possible for case in CASES), found
+        modules = [name for name in found["unpacked"]["gathered"] if not name.endswith("around its layers")]
+        assert {name.rpartition(".")[2] for name in modules} == set({**MUST_HOLD, **OTHERS}[model_type])
 
 
 def sharded_loss(change):
