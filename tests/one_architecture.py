@@ -16,6 +16,8 @@ import hf_ulysses
 from .tiny_models import LENGTH, tiny_config, tiny_model
 
 CASES = ("unpacked", "packed", "left_padded")
+# Refuse to train without being told that a token is text.
+REQUIRES_TYPES = ("molmo2",)
 # float32: a right implementation shows about 1e-6.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 2e-3
 
@@ -70,6 +72,8 @@ def _batch(model, case):
         batch["input_ids"] = ids.where(mask.bool(), torch.tensor(pad))
         batch["labels"] = batch["labels"].where(mask.bool(), torch.tensor(-100))
         batch["attention_mask"] = mask
+    if model.config.model_type in REQUIRES_TYPES:
+        batch["mm_token_type_ids"] = torch.zeros_like(batch["input_ids"])
     if hasattr(model, "lm_heads") and hasattr(model, "num_codebooks"):
         # Audio codes: a row of tokens, and of labels, for each codebook.
         batch["input_ids"] = batch["input_ids"].repeat_interleave(model.num_codebooks, dim=0)
