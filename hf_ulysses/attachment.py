@@ -19,8 +19,10 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 
 from . import balance, discovery, support
+from .around import around
 from .attention import exchanging
 from .gather import all_gather_single, gather_sequence
 from .loss import reduce_loss
@@ -48,6 +50,8 @@ class Attachment:
     Attributes:
         group (`torch.distributed.ProcessGroup`), size (`int`), rank (`int`): the sequence-parallel group.
         exchanges (`int`): attention calls that went through the exchange since attaching.
+        direct_calls, calls_on_whole_row (`int`): those that did not, and those of them in modules that were given the whole
+            row: the start-up check counts them.
         gathered (`list[str]`): modules that run on the whole row (see whole.py), known after the first `shard`.
         split (`list[str]`): modules that exchange around the functions in which they mix positions (see mixers.py).
         under_engine (`bool`): whether all ranks train this model together, data-parallel ones too.
@@ -57,7 +61,8 @@ class Attachment:
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.seq_length, self.under_engine = seq_length, under_engine
-        self.exchanges, self.gathered, self.split = 0, [], []
+        self.exchanges = self.direct_calls = self.calls_on_whole_row = 0
+        self.gathered, self.split = [], []
         self._parameters = inspect.signature(type(model).forward).parameters
         self._discovered, self.discovering = self.size == 1, False
         # Whether the model's head scores labels as they are (labels.py), known after the first `shard`.
@@ -65,6 +70,8 @@ class Attachment:
         self._model = weakref.ref(model)
         # What a trial row goes through: the model, or what an engine made of it where only that can be run.
         self.entry = self._model
+        # Whether `num_items_in_batch` counts the targets of all ranks, which loss and gradients then are shares of.
+        self.counts_all_ranks = True
         # Found out by the trainer's start-up check.
         self.checked, self.loss_rule = False, LossRule()
         self._random_state = None
@@ -208,7 +215,8 @@ class Attachment:
                 return (args, {**kwargs, "use_cache": False}) if self.discovering and by_name else None
             if outermost:
                 self._carry_into_recomputation()
-            row.group, row.counted = self.group, kwargs.get("num_items_in_batch") is not None or row.counted
+            counted = kwargs.get("num_items_in_batch") is not None and self.counts_all_ranks
+            row.group, row.counted = self.group, counted or row.counted
             if not row.verified:
                 self.verify(row)
             kwargs = dict(kwargs)
@@ -227,10 +235,7 @@ class Attachment:
             if self._entered and self._entered[-1][0] is module:
                 release(self._entered.pop()[1])
 
-        return [
-            module.register_forward_pre_hook(enter, with_kwargs=True),
-            module.register_forward_hook(leave, with_kwargs=True, always_call=True),
-        ]
+        return around(module, enter, leave)
 
     def _refuse_unsharded(self, module):
         if module.training and torch.is_grad_enabled():
@@ -251,15 +256,12 @@ class Attachment:
 
     def row_outside_kwargs(self, module, row):
         """The current row, for attention that got none in its keyword arguments; an error if it would be lost."""
-        if row is not None and module.training:
-            model = self._model()
-            # Also without gradients: a reentrant checkpoint's first run has none, and its second one would be too late.
-            if any(getattr(m, "gradient_checkpointing", False) and not _carries(m) for m in model.modules()):
-                raise ValueError(
-                    f"{type(model).__name__} does not pass keyword arguments on to {type(module).__name__}, so "
-                    "gradient checkpointing would recompute it without the row's facts. Switch gradient "
-                    "checkpointing off for this model, or train it without sequence parallelism."
-                )
+        if row is not None and _runs_again_without_row():
+            raise ValueError(
+                f"{type(self._model()).__name__} passes no keyword arguments on to {type(module).__name__} and runs it again "
+                "in backward (checkpointing, reversible layers), where the row's facts would be lost. Switch gradient "
+                "checkpointing off, or train it without sequence parallelism."
+            )
         return row
 
     def verify(self, row):
@@ -328,21 +330,12 @@ class _Carrying:
 
     def __call__(self, run, *args, **kwargs):
         row = current_row()
-        if row is None:
-            return self.function(run, *args, **kwargs)
-
-        @functools.wraps(run, updated=())
-        def run_with_row(*args, **kwargs):
-            with holding(row):
-                return run(*args, **kwargs)
-
-        return self.function(run_with_row, *args, **kwargs)
+        return self.function(run if row is None else functools.partial(_run_with, row, run), *args, **kwargs)
 
 
-def _carries(module):
-    """Whether what `module` checkpoints, if anything, has its row."""
-    functions = [vars(module)[name] for name in _CHECKPOINTS if name in vars(module)]
-    return bool(functions) and all(isinstance(function, _Carrying) for function in functions)
+def _run_with(row, run, *args, **kwargs):
+    with holding(row):
+        return run(*args, **kwargs)
 
 
 class _Registry:
@@ -366,6 +359,22 @@ class _Registry:
 
     def get_interface(self, *args, **kwargs):
         return exchanging(self._registry.get_interface(*args, **kwargs), attachment_of)
+
+
+# Whoever has one of these above it on the stack is run again in backward, after the model's forward is over.
+_RUN_AGAIN = {
+    inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__,
+    inspect.unwrap(torch.autograd.Function.apply.__func__).__code__,
+}
+
+
+def _runs_again_without_row() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code not in _RUN_AGAIN:
+        if frame.f_code is _run_with.__code__:
+            return False
+        frame = frame.f_back
+    return frame is not None
 
 
 def _modelling_modules(modules):

@@ -21,7 +21,7 @@ import torch
 from . import documents
 from .all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_heads
 from .heads import share_heads
-from .row import ROW_KEY, current_row
+from .row import ROW_KEY, current_row, on_whole_row
 
 
 class HeadView:
@@ -67,6 +67,9 @@ def _exchanging(core, attachment_of):
             )
         if attachment is not None and row is None:
             row = attachment.row_outside_kwargs(module, current_row())
+        if attachment is not None and row is None:
+            attachment.direct_calls += 1
+            attachment.calls_on_whole_row += on_whole_row()
         if attachment is None or row is None:
             return core(module, query, key, value, attention_mask, *args, **kwargs)
         return _attend(core, attachment, row, module, query, key, value, attention_mask, args, kwargs)

@@ -3,7 +3,8 @@
 It is a product of two means over tokens, so means over shards do not add up to it. Modelling files have their own copy of
 `load_balancing_loss_func(gate_logits, num_experts, top_k, attention_mask)`; the wrapper gathers the router logits, which
 are small, and gives the function the whole row. Every rank then has the row's auxiliary loss, which `reduce_loss`
-weights like the rest of its loss; where the loss is a sum over a count of the whole step, each rank takes its 1 / sp_size.
+weights like the rest of its loss; where the loss is a sum over a count of the whole step on all ranks, each rank takes
+its 1 / sp_size. TRL's fused head calls the function of one modelling file for all models (patches.py).
 """
 
 import functools
@@ -21,7 +22,7 @@ NAME = "load_balancing_loss_func"
 def for_full_row(balance):
     """Wrap a load-balancing loss so that it sees the full row while a sharded forward runs."""
     signature = inspect.signature(balance)
-    if not {"gate_logits", "attention_mask"} <= set(signature.parameters):
+    if getattr(balance, "_balances_row", False) or not {"gate_logits", "attention_mask"} <= set(signature.parameters):
         return balance
 
     @functools.wraps(balance)
@@ -36,6 +37,7 @@ def for_full_row(balance):
         loss = balance(*bound.args, **bound.kwargs)
         return loss / torch.distributed.get_world_size(row.group) if row.counted else loss
 
+    balance_row._balances_row = True
     return balance_row
 
 

@@ -271,15 +271,23 @@ def _telling(where):
 
 def _state(module):
     """What a forward may change in a module: its mode and other plain attributes, and its buffers."""
-    plain = {name: value for name, value in vars(module).items() if type(value) in (bool, int, float, type(None))}
-    return plain, {name: (buffer, buffer.clone()) for name, buffer in module._buffers.items() if buffer is not None}
+    plain = {name: value for name, value in vars(module).items() if _is_plain(value)}
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in module._buffers.items() if buffer is not None}
+    return set(vars(module)), plain, buffers
 
 
-def _restore(module, plain, buffers):
+def _restore(module, names, plain, buffers):
+    for name in [name for name, value in vars(module).items() if name not in names and _is_plain(value)]:
+        delattr(module, name)
     vars(module).update(plain)
     for name, (buffer, content) in buffers.items():
         buffer.copy_(content)
         module._buffers[name] = buffer
+
+
+def _is_plain(value):
+    # Tensors that are no buffers are replaced, not written to: rotary embeddings remember the longest row in one.
+    return type(value) in (bool, int, float, type(None)) or torch.is_tensor(value)
 
 
 def _short_length(config, size):

@@ -25,7 +25,9 @@ def view_of_trainer(trainer):
 
 
 def attachment_of_trainer(trainer):
-    return attach_model(trainer.accelerator, trainer.model)
+    attachment = attach_model(trainer.accelerator, trainer.model)
+    attachment.counts_all_ranks = trainer.args.average_tokens_across_devices
+    return attachment
 
 
 def wrap_init(original):
@@ -61,8 +63,8 @@ def wrap_count(original):
         if not all(is_sharded(batch) for batch in batch_samples):
             # Full rows, which every rank of a group has counted.
             count = count / view.sp_size
-        # No target in the whole step: zero loss instead of 0 / 0.
-        return count.clamp(min=1) if torch.is_tensor(count) else max(count, 1)
+        # No target in the whole step: zero loss instead of 0 / 0. A share of one target is less than one.
+        return count + (count == 0)
 
     return _get_num_items_in_batch
 

@@ -20,12 +20,13 @@ Gradients are those of the exchanges. A parameter's are its heads', of the whole
 import torch
 
 from .all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_all
+from .around import around
 from .dependence import ALONE, ByHeads, Halo, Place, own_heads, repeated, sequence_dim, split_of, tensors_of
 from .gather import gather_sequence
 from .heads import share_heads
 from .row import ROW_KEY, current_row, hold, release
 from .seams import at_seams, stand, standing, step_aside
-from .whole import hooks, map_arguments, takes, tree_map
+from .whole import map_arguments, takes, tree_map
 
 
 class Mixers:
@@ -78,7 +79,7 @@ class Mixers:
                 release(held)
                 step_aside(token)
 
-        return hooks(module, enter, leave) + at_seams(module)
+        return around(module, enter, leave) + at_seams(module)
 
 
 class _Exchanging:

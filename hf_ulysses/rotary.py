@@ -7,6 +7,8 @@ embeddings are functions of each position alone and are left alone.
 
 import inspect
 
+import torch
+
 from .row import current_row
 
 _DEPENDENT = ("dynamic", "longrope")
@@ -38,6 +40,8 @@ def feed_full_row(module, rank: int, size: int):
         if row is None:
             return None
         part = row.padded // size
+        if torch.is_tensor(output):  # Complex numbers, instead of cos and sin.
+            return output.narrow(-2, rank * part, part)
         return tuple(table.narrow(-2, rank * part, part) for table in output)
 
     return [

@@ -115,27 +115,38 @@ class Row:
         return f"Row(length={self.length}, padded={self.padded})"
 
 
-_current: ContextVar[Row | None] = ContextVar("ulysses_row", default=None)
+# A `Row`, or `_WHOLE` in a module that was given the whole row inside of a sharded forward.
+_WHOLE = object()
+_current: ContextVar[Row | object | None] = ContextVar("ulysses_row", default=None)
 
 
 def current_row() -> Row | None:
     """The row of the forward that is running, `None` outside of a sharded forward. Not valid in recomputation."""
-    return _current.get()
+    row = _current.get()
+    return None if row is _WHOLE else row
+
+
+def on_whole_row() -> bool:
+    """Whether a sharded forward is running a module on the whole row just now (whole.py)."""
+    return _current.get() is _WHOLE
 
 
 @contextmanager
 def holding(row: Row | None):
     """Make `row` the current row inside the `with` block."""
-    token = _current.set(row)
+    token = hold(row)
     try:
         yield
     finally:
-        _current.reset(token)
+        release(token)
 
 
 def hold(row: Row | None):
-    """Make `row` the current row until `release(token)`; for hooks, which cannot be a `with` block."""
-    return _current.set(row)
+    """Make `row` the current row until `release(token)`; for hooks, which cannot be a `with` block.
+
+    No row, inside of a sharded forward: what runs until then has been given the whole row.
+    """
+    return _current.set(_WHOLE if row is None and _current.get() is not None else row)
 
 
 def release(token) -> None:

@@ -4,9 +4,11 @@ Through the trainer's own `compute_loss`, on the user's own model under its engi
 
 1. The hidden states of this shard's tokens are those of the whole row, token by token: a model that mixes positions
    outside attention, or whose attention bypasses the exchange, is caught here, whatever it is called.
-2. The shard's loss is that of the whole row with all other shards' targets masked: a head that shifts labels by itself,
+2. As many attention calls go through the exchange, or lie in modules that run on the whole row, as the model makes in
+   an unsharded run: attention that does not show yet (an output projection or a gate of zeros) is caught here.
+3. The shard's loss is that of the whole row with all other shards' targets masked: a head that shifts labels by itself,
    or a loss that needs the whole row, is caught here.
-3. The shards' losses together give the whole row's: a loss that is normalised in another way is caught here.
+4. The shards' losses together give the whole row's: a loss that is normalised in another way is caught here.
 
 It finds forward faults; gradients are the tests' business. Not covered: models without `input_ids`.
 """
@@ -52,13 +54,16 @@ def check_first_step(trainer, attachment, model, inputs) -> None:
     # First, or peers with different rows would look like a fault of the model.
     attachment.verify(part[ROW_KEY])
     # The model's own: DeepSpeed's engine says that it trains, whatever its module does.
-    training, before = trainer.model.training, attachment.exchanges
+    training = trainer.model.training
     model.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+            before = attachment.exchanges + attachment.calls_on_whole_row
             sharded, hidden_sharded = _run(trainer, model, part, count)
-            exchanges = attachment.exchanges - before
+            seen = attachment.exchanges + attachment.calls_on_whole_row - before
+            before = attachment.direct_calls
             alone, hidden_whole = _run(trainer, model, own, count)
+            made = attachment.direct_calls - before
             together, _ = _run(_with_processes(trainer, 1 / attachment.size), model, row, count)
             rule = _rule(trainer, attachment, model, row, count, together)
     finally:
@@ -69,7 +74,8 @@ def check_first_step(trainer, attachment, model, inputs) -> None:
     # An auxiliary loss of the whole row's routers is in each shard's loss as this rank's share: judged by their sum alone.
     shard_error = torch.zeros(()) if hidden_whole.auxiliary else _error(sharded, alone)
     errors = [_token_error(hidden_sharded, hidden_whole, attachment), shard_error, _error(combined, together)]
-    worst = torch.stack([*errors, torch.tensor(-float(exchanges))]).to(sharded.device)
+    calls = [torch.tensor(float(number)) for number in (abs(seen - made), -seen, made)]
+    worst = torch.stack([*errors, *calls]).to(sharded.device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     _judge(trainer, attachment, worst.tolist())
     return rule
@@ -189,17 +195,23 @@ def _is_half(trainer):
 
 
 def _judge(trainer, attachment, worst):
-    hidden, shard, row, fewest = worst
+    hidden, shard, row, uncounted, fewest, made = worst
     half = _is_half(trainer)
     hidden_tolerance, loss_tolerance = (_HIDDEN_HALF, _LOSS_HALF) if half else (_HIDDEN, _LOSS)
     name = f"{type(trainer.model).__name__} over sp_size={attachment.size}"
     found = None
+    calls = f"{-fewest:.0f} of {made:.0f} saw the whole row"
     if hidden > hidden_tolerance:
-        bypass = " No attention call went through the exchange." if fewest == 0 else ""
+        bypass = f" Of its attention calls, {calls}: attention bypasses the exchange." if uncounted or not made else ""
         found = (
             f"the hidden states of a shard of {name} differ from the whole row's by {hidden:.1e} of their norm (allowed "
             f"{hidden_tolerance:.0e}).{bypass} The model mixes positions outside the attention interface, or builds its "
             "own masks or positions."
+        )
+    elif uncounted:
+        found = (
+            f"of the attention calls of {name}, {calls}, through the exchange or in a module that is given it. The others "
+            "attend within their shard, or are left out: the model loses the row's facts on the way."
         )
     elif shard > loss_tolerance:
         found = (

@@ -16,6 +16,7 @@ import inspect
 
 import torch
 
+from .around import around
 from .documents import DocumentMask
 from .gather import gather_sequence
 from .row import ROW_KEY, current_row, hold, release
@@ -56,7 +57,7 @@ class Whole:
             row = self._leave(module)
             return output if row is None else self._cut(output, row, dims, _seen(row))
 
-        return hooks(module, enter, leave)
+        return around(module, enter, leave)
 
     def run_body(self, module, layers):
         """Returns the handles: `module`'s own code sees the whole row, each of `layers` its shard."""
@@ -87,6 +88,8 @@ class Whole:
             self._entered.append((module, hold(row if row is not None else current_row()), None))
             if row is None:
                 return None
+            if ROW_KEY not in kwargs:
+                self._attachment.row_outside_kwargs(module, row)
             args, kwargs = self._cut_for_layer(module, args, kwargs, row)
             if takes(module, ROW_KEY):
                 kwargs[ROW_KEY] = row
@@ -95,9 +98,9 @@ class Whole:
         def leave_layer(module, args, kwargs, output):
             self._leave(module)
 
-        handles = hooks(module, enter, leave)
+        handles = around(module, enter, leave)
         for layer in layers:
-            handles += hooks(layer, enter_layer, leave_layer)
+            handles += around(layer, enter_layer, leave_layer)
         return handles
 
     def carry_row(self, layer):
@@ -107,7 +110,7 @@ class Whole:
             row = kwargs.get(ROW_KEY)
             self._entered.append((module, hold(row if row is not None else current_row()), None))
 
-        return hooks(layer, enter, lambda module, args, kwargs, output: self._leave(module) and None)
+        return around(layer, enter, lambda module, args, kwargs, output: self._leave(module) and None)
 
     # -- rows in and out ----------------------------------------------------------------------------------------------
 
@@ -236,11 +239,3 @@ def _seen(row):
 def takes(module, name):
     parameters = inspect.signature(type(module).forward).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def hooks(module, enter, leave):
-    """The last to enter a module is the first to leave it."""
-    return [
-        module.register_forward_pre_hook(enter, with_kwargs=True),
-        module.register_forward_hook(leave, with_kwargs=True, always_call=True, prepend=True),
-    ]

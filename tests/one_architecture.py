@@ -16,6 +16,8 @@ import hf_ulysses
 from .tiny_models import LENGTH, tiny_config, tiny_model
 
 CASES = ("unpacked", "packed", "left_padded")
+# Refuse to train without being told that a token is text.
+REQUIRES_TYPES = ("molmo2",)
 # float32: a right implementation shows about 1e-6.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 2e-3
 
@@ -33,6 +35,10 @@ def try_architecture(model_type, heads, kv_heads, cases=CASES, changes=None) -> 
         model = tiny_model(config)
     except Exception as error:
         return {"model": {"status": "impossible", "why": _last_line(error)}}
+    return try_model(model, cases)
+
+
+def try_model(model, cases=CASES) -> dict:
     results = {"class": type(model).__name__}
     batches = {case: _batch(model, case) for case in cases}
     references = {case: _reference(model, batch) for case, batch in batches.items()}
@@ -58,7 +64,7 @@ def _batch(model, case):
     if case == "packed":
         if "position_ids" not in inspect.signature(type(model).forward).parameters:
             return None
-        batch["position_ids"] = torch.cat([torch.arange(n) for n in (13, 9, 24)])[None]
+        batch["position_ids"] = torch.cat([torch.arange(n) for n in (13, 9, 23)])[None]
     if case == "left_padded":
         mask = torch.ones_like(ids)
         mask[0, :7] = 0
@@ -66,6 +72,12 @@ def _batch(model, case):
         batch["input_ids"] = ids.where(mask.bool(), torch.tensor(pad))
         batch["labels"] = batch["labels"].where(mask.bool(), torch.tensor(-100))
         batch["attention_mask"] = mask
+    if model.config.model_type in REQUIRES_TYPES:
+        batch["mm_token_type_ids"] = torch.zeros_like(batch["input_ids"])
+    if hasattr(model, "lm_heads") and hasattr(model, "num_codebooks"):
+        # Audio codes: a row of tokens, and of labels, for each codebook.
+        batch["input_ids"] = batch["input_ids"].repeat_interleave(model.num_codebooks, dim=0)
+        batch["labels"] = batch["labels"][..., None].repeat(1, 1, model.num_codebooks)
     return batch
 
 

@@ -1,5 +1,7 @@
 """Wrong configurations fail on every rank, before training, with what, why and what to do."""
 
+import contextvars
+
 import pytest
 import torch
 
@@ -205,7 +207,28 @@ def planted(kind):
             return loss if num_items_in_batch is None else loss / num_items_in_batch
 
         model.loss_function = loss_function
+    if kind in ("loses the row", "attends to long rows only"):
+        attention = model.model.layers[1].self_attn
+        # What this layer does wrong does not show in a forward.
+        torch.nn.init.zeros_(attention.o_proj.weight)
+        attention.forward = (forgetful if kind == "loses the row" else lazy)(attention.forward)
     return model
+
+
+def forgetful(forward):
+    def attend(*args, ulysses_row=None, **kwargs):
+        return contextvars.Context().run(forward, *args, **kwargs)
+
+    return attend
+
+
+def lazy(forward):
+    def attend(hidden_states, *args, **kwargs):
+        if hidden_states.shape[1] <= 16:
+            return torch.zeros_like(hidden_states), None
+        return forward(hidden_states, *args, **kwargs)
+
+    return attend
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero3"])
@@ -221,14 +244,14 @@ def train_planted(kind, **settings):
     return train(steps=2, model=planted(kind), **settings)
 
 
-def planted_refusal(kind, engine):
+def planted_refusal(kind, engine, dp=1):
     """The start-up check alone: as for a fault that running modules on the whole row does not mend."""
     from hf_ulysses.attachment import Attachment
 
     discover = Attachment.discover
     Attachment.discover = lambda self, tokens=None: None
     try:
-        return refusal(dict(engine=engine, sp=2), model=lambda: planted(kind))
+        return refusal(dict(engine=engine, sp=2, dp=dp), model=lambda: planted(kind))
     finally:
         Attachment.discover = discover
 
@@ -239,6 +262,23 @@ def test_start_up_check_finds_planted_faults(ranks, kind, engine):
     for message in ranks(2).run(planted_refusal, kind, engine):
         assert message is not None, "was trained"
         assert message.startswith("Start-up check")
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+@pytest.mark.parametrize("kind", ["loses the row", "attends to long rows only"])
+def test_start_up_check_counts_attention_calls(ranks, kind, engine):
+    for message in ranks(2).run(planted_refusal, kind, engine):
+        assert message is not None, "was trained"
+        assert "of the attention calls of LlamaForCausalLM over sp_size=2, 1 of 2 saw the whole row" in message
+
+
+def one_group_forgets():
+    return planted_refusal("loses the row" if torch.distributed.get_rank() >= 2 else "nothing", "ddp", dp=2)
+
+
+def test_start_up_check_is_an_error_on_all_ranks(ranks):
+    for message in ranks(4).run(one_group_forgets):
+        assert message is not None and "1 of 2 saw the whole row" in message
 
 
 def weighted_mean():

@@ -5,32 +5,51 @@ import torch
 
 import hf_ulysses
 
-from ..models import batch_of, build
-from ..one_architecture import try_architecture
+from ..models import batch_of, build, checkpoint
+from ..one_architecture import CASES, try_architecture
+from ..ranks import RankFailed
+from ..tiny_models import tiny_config, tiny_model
 
-# What stands between attention and exactness, in this order of names: grouped experts and their auxiliary loss, sinks,
-# gated delta net, state space, convolution, indexer, ALiBi outside of the interface, positions counted behind padding,
-# positions counted by the embedding, a decoder that scores labels as they are, a head that shifts by itself, no interface.
-EXCHANGED = ("llama", "qwen3_moe", "gpt_oss", "gemma3", "qwen3_next", "nemotron_h", "lfm2")
-GATHERED = {
-    "opt": ("embed_positions",),
+# What must hold over two and over four ranks, and the modules that run on the whole row.
+MUST_HOLD = {
+    "qwen3_5_text": ("linear_attn",),
+    "qwen3_next": ("linear_attn",),
+    "gpt_oss": (),
+    "gemma2": (),
+    "gemma3": (),
+    "gemma4": (),
+    "mistral": (),
+    "llama4": (),
+    "deepseek_v3": (),
+    "olmo3": (),
+    "lfm2": ("conv",),
+    "nemotron_h": ("mixer",),
+    "bamba": ("mamba",),
+    "falcon_h1": ("mamba",),
+}
+# What else stands between attention and exactness, in this order: an indexer, ALiBi outside of the interface, positions
+# counted behind padding, positions counted by the embedding, no interface, a decoder that scores labels as they are.
+OTHERS = {
     "deepseek_v32": ("self_attn", "indexer"),
     "bloom": ("self_attention",),
     "roberta": ("embeddings",),
+    "opt": ("embed_positions",),
     "openai-gpt": ("attn",),
     "whisper": (),
 }
+LAYOUTS = {2: (4, 2), 4: (6, 3)}
 
 
-@pytest.mark.parametrize("model_type", [*EXCHANGED, *GATHERED])
-def test_exact(ranks, model_type):
-    for found in ranks(2).run(try_architecture, model_type, 4, 2):
-        statuses = {case: found[case] for case in ("unpacked", "packed", "left_padded")}
-        assert all(answer["status"] in ("exact", "impossible") for answer in statuses.values()), statuses
-        assert statuses["unpacked"]["status"] == "exact"
-        modules = [name for name in statuses["unpacked"]["gathered"] if not name.endswith("around its layers")]
-        gathered = {name.rpartition(".")[2] for name in modules}
-        assert gathered == set(GATHERED.get(model_type, ()))
+@pytest.mark.parametrize(
+    "model_type, size", [(name, size) for size in LAYOUTS for name in MUST_HOLD] + [(name, 2) for name in OTHERS]
+)
+def test_exact(ranks, model_type, size):
+    for found in ranks(size).run(try_architecture, model_type, *LAYOUTS[size]):
+        assert found["unpacked"]["status"] == "exact", found
+        possible = ("exact",) if model_type in MUST_HOLD else ("exact", "impossible")
+        assert all(found[case]["status"] in possible for case in CASES), found
+        modules = [name for name in found["unpacked"]["gathered"] if not name.endswith("around its layers")]
+        assert {name.rpartition(".")[2] for name in modules} == set({**MUST_HOLD, **OTHERS}[model_type])
 
 
 def sharded_loss(change):
@@ -92,17 +111,17 @@ def test_what_mixes_around_the_layers_is_refused(ranks):
 
 def checkpointed(model_type, reentrant):
     """Gradients with and without gradient checkpointing of a model with gathered layers."""
-    from ..tiny_models import tiny_config, tiny_model
-
-    model = tiny_model(tiny_config(model_type))
+    config = tiny_config(model_type)
+    # Captured inside of a reentrant checkpoint, they have no gradient, whether sharded or not.
+    config.output_router_logits = False
+    model = tiny_model(config)
     batch = {**batch_of(1, 33), "input_ids": batch_of(1, 33)["input_ids"] % 96}
     batch["labels"] = batch["input_ids"]
     gradients = []
     with hf_ulysses.attach(model) as sp:
         for checkpointing in (False, True):
             if checkpointing:
-                enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-                enable({"use_reentrant": reentrant})
+                checkpoint(model, reentrant)
             model.zero_grad()
             part = sp.shard(batch)
             sp.reduce_loss(model(**part).loss, part["shift_labels"]).backward()
@@ -110,16 +129,30 @@ def checkpointed(model_type, reentrant):
     return max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2"])
-def test_gradient_checkpointing_runs_gathered_layers_again(ranks, model_type):
-    assert max(ranks(2).run(checkpointed, model_type, False)) < 1e-5
+# Layers that get the row in their keyword arguments; embeddings that do not, and are not run again.
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2", "roberta", "bart", "opt"])
+def test_gradient_checkpointing_runs_gathered_layers_again(ranks, model_type, reentrant):
+    assert max(ranks(2).run(checkpointed, model_type, reentrant)) < 1e-5
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_layers_that_would_run_again_without_the_row_are_refused(ranks, reentrant):
+    with pytest.raises(RankFailed, match="BloomForCausalLM passes no keyword arguments on .* and runs it again"):
+        ranks(2).run(checkpointed, "bloom", reentrant)
+
+
+def test_reversible_layers_are_refused(ranks):
+    """Reformer runs its layers again in an autograd function of its own, in training only without padding."""
+    for found in ranks(2).run(try_architecture, "reformer", 4, 2):
+        for answer in found.values():
+            if answer is not found["class"]:
+                assert answer["status"] == "refused" and "runs it again" in answer["why"], answer
 
 
 def found_in_half_precision(model_type):
     """Modules that run on the whole row in a model as it is initialised, where their effect on the logits is small."""
     from transformers import AutoModelForCausalLM
-
-    from ..tiny_models import tiny_config
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(model_type)).to(torch.bfloat16)
