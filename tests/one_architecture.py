@@ -115,6 +115,7 @@ def _compare(model, sp, batch, reference):
         "worst": worst,
         "exchanges": sp.exchanges - before,
         "gathered": sorted(sp.gathered),
+        "split": sorted(sp.split),
     }
 
 

@@ -5,12 +5,11 @@ import torch
 
 import hf_ulysses
 
-from ..models import batch_of, build, checkpoint
+from ..models import batch_of, build
 from ..one_architecture import CASES, try_architecture
-from ..ranks import RankFailed
-from ..tiny_models import tiny_config, tiny_model
+from ..tiny_models import tiny_config
 
-# What must hold over two and over four ranks, and the modules that run on the whole row.
+# What must hold over two and over four ranks, and the modules that exchange around their scans and convolutions.
 MUST_HOLD = {
     "qwen3_5_text": ("linear_attn",),
     "qwen3_next": ("linear_attn",),
@@ -27,7 +26,7 @@ MUST_HOLD = {
     "bamba": ("mamba",),
     "falcon_h1": ("mamba",),
 }
-# What else stands between attention and exactness, in this order: an indexer, ALiBi outside of the interface, positions
+# What else stands between attention and exactness, and the modules that run on the whole row, in this order: an indexer, ALiBi outside of the interface, positions
 # counted behind padding, positions counted by the embedding, no interface, a decoder that scores labels as they are.
 OTHERS = {
     "deepseek_v32": ("self_attn", "indexer"),
@@ -48,8 +47,12 @@ def test_exact(ranks, model_type, size):
         assert found["unpacked"]["status"] == "exact", found
         possible = ("exact",) if model_type in MUST_HOLD else ("exact", "impossible")
         assert all(found[case]["status"] in possible for case in CASES), found
-        modules = [name for name in found["unpacked"]["gathered"] if not name.endswith("around its layers")]
-        assert {name.rpartition(".")[2] for name in modules} == set({**MUST_HOLD, **OTHERS}[model_type])
+        assert _kinds(found["unpacked"]["gathered"]) == set(OTHERS.get(model_type, ()))
+        assert _kinds(found["unpacked"]["split"]) == set(MUST_HOLD.get(model_type, ()))
+
+
+def _kinds(modules):
+    return {name.rpartition(".")[2] for name in modules if not name.endswith("around its layers")}
 
 
 def sharded_loss(change):
@@ -107,39 +110,6 @@ def refused(change):
 
 def test_what_mixes_around_the_layers_is_refused(ranks):
     ranks(2).run(refused, average_over_the_row)
-
-
-def checkpointed(model_type, reentrant):
-    """Gradients with and without gradient checkpointing of a model with gathered layers."""
-    config = tiny_config(model_type)
-    # Captured inside of a reentrant checkpoint, they have no gradient, whether sharded or not.
-    config.output_router_logits = False
-    model = tiny_model(config)
-    batch = {**batch_of(1, 33), "input_ids": batch_of(1, 33)["input_ids"] % 96}
-    batch["labels"] = batch["input_ids"]
-    gradients = []
-    with hf_ulysses.attach(model) as sp:
-        for checkpointing in (False, True):
-            if checkpointing:
-                checkpoint(model, reentrant)
-            model.zero_grad()
-            part = sp.shard(batch)
-            sp.reduce_loss(model(**part).loss, part["shift_labels"]).backward()
-            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    return max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
-
-
-# Layers that get the row in their keyword arguments; embeddings that do not, and are not run again.
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2", "roberta", "bart", "opt"])
-def test_gradient_checkpointing_runs_gathered_layers_again(ranks, model_type, reentrant):
-    assert max(ranks(2).run(checkpointed, model_type, reentrant)) < 1e-5
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-def test_layers_that_would_run_again_without_the_row_are_refused(ranks, reentrant):
-    with pytest.raises(RankFailed, match="BloomForCausalLM passes no keyword arguments on .* and runs it again"):
-        ranks(2).run(checkpointed, "bloom", reentrant)
 
 
 def test_reversible_layers_are_refused(ranks):
