@@ -176,7 +176,7 @@ class _Discovery:
 
     def _agree(self, trace):
         """The earliest author over all ranks."""
-        mine = None if trace.author is None else (trace.order, trace.author, trace.why)
+        mine = None if trace.author is None else (trace.found_at, trace.author, trace.why)
         first = min((answer for answer in self._from_all(mine) if answer is not None), default=None)
         return (None, None, None) if first is None else (first[1], first[2], trace.error)
 

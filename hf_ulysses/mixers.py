@@ -28,6 +28,9 @@ from .row import ROW_KEY, current_row, hold, release
 from .seams import at_seams, stand, standing, step_aside
 from .whole import map_arguments, takes, tree_map
 
+# What `shard` adds, and models hand on to whoever takes keyword arguments.
+_OURS = (ROW_KEY, "shift_labels")
+
 
 class Mixers:
     """The hooks of one attachment's exchanging modules."""
@@ -95,7 +98,7 @@ class _Exchanging:
             return function(*args, **kwargs)
         if how is None and name in self.plan:
             return None  # Declined, see above.
-        given = (args, {key: value for key, value in kwargs.items() if key != ROW_KEY})
+        given = (args, {key: value for key, value in kwargs.items() if key not in _OURS})
         places, bounded = dict(how.places) if how is not None else {}, False
         for path, tensor in tensors_of(given).items():
             if path in places:

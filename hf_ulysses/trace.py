@@ -4,9 +4,12 @@ A fingerprint is, per position along every dimension that may be the sequence, a
 first module whose output differs from the reference where its inputs agree; discovery.py decides what to do about it.
 """
 
+import contextlib
+
 import torch
 
 from .row import ROW_KEY
+from .trial import PeersDiffer, trial
 from .whole import map_arguments, tree_map
 
 # What cannot mix positions, so that noise is not taken for it.
@@ -28,7 +31,7 @@ class Trace:
         self.mask, self.mask_shape = batch.get("attention_mask"), tuple(batch["input_ids"].shape)
         self.calls, self.records, self.running, self.half = {}, {}, [], False
         self.author = self.why = self.error = None
-        self.order = 0
+        self.order, self.found_at = 0, None
 
     def run(self, batch):
         handles = []
@@ -38,7 +41,8 @@ class Trace:
                 module.register_forward_hook(self._after, with_kwargs=True),
             ]
         try:
-            self.discovery.entry(**batch)
+            with contextlib.nullcontext() if self.reference is None else self._trial():
+                self.discovery.entry(**batch)
         except Exception as error:
             # The shapes of a shard where a row's were expected, or one of our own refusals.
             self.error = error
@@ -46,9 +50,14 @@ class Trace:
                 # What raises in torch's own modules was handed to them by their caller.
                 ours = [module for module, *_ in self.running if not _is_torchs(module)]
                 self._blame(ours[-1] if ours else self.discovery.model, f"it raised {error!r:.300}")
+                if isinstance(error, PeersDiffer):
+                    self.found_at = float("inf")  # Another rank knows better, if one has given up.
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _trial(self):
+        return trial(self.discovery.attachment.group, self.discovery.tokens.device)
 
     def _before(self, module, args, kwargs):
         name = self.discovery.names[module]
@@ -118,7 +127,7 @@ class Trace:
     def _blame(self, author, why):
         if type(author) in _PER_POSITION:
             return
-        self.author, self.why = self.discovery.names[author], why
+        self.author, self.why, self.found_at = self.discovery.names[author], why, self.order
 
     def dims(self, name, sharded):
         """Of the arguments and results of a module: where the row has its length and a shard its shard of it."""

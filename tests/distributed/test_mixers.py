@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hf_ulysses
 
+from ..collectives import Collectives
 from ..models import batch_of, checkpoint, packed_positions, padded
 from ..tiny_models import tiny_config, tiny_model
 from .steps import assert_same, sharded, whole
@@ -180,6 +181,37 @@ def test_a_rank_scans_the_row_for_its_heads(ranks, model_type):
         reach = convs[0][1][-1] - 1
         assert my_convs[0][0] == (*convs[0][0][:2], 46 // size + reach)
         assert my_flops <= 1.1 * flops / size  # Chunks of 64, and three positions more in front of the convolution.
+
+
+def collectives(model_type):
+    """Of one layer, forward and backward."""
+    model = build(model_type)
+    with hf_ulysses.attach(model) as sp:
+        part = sp.shard(rows("uneven"))
+        (layer,) = mixers_of(model, model_type)
+        counts = []
+
+        def count(module, args, kwargs):
+            if not counts:
+                counts.append(None)
+                args = [arg.detach().requires_grad_() if torch.is_tensor(arg) else arg for arg in args]
+                kwargs = {k: v.detach().requires_grad_() if k == "hidden_states" else v for k, v in kwargs.items()}
+                with torch.enable_grad(), Collectives() as forward:
+                    output = module(*args, **kwargs)
+                with Collectives() as backward:
+                    output.sum().backward()
+                counts[:] = [forward.counts, backward.counts]
+
+        layer.register_forward_pre_hook(count, with_kwargs=True, prepend=True)
+        model(**part)
+        return counts
+
+
+def test_collectives_of_a_layer(ranks):
+    """The convolution's halo, the scan's arguments in one dtype, its output; the same in backward."""
+    for forward, backward in ranks(2).run(collectives, "olmo_hybrid"):
+        assert forward == {"_allgather_base_": 1, "alltoall_base_": 2}
+        assert backward == {"alltoall_base_": 3}
 
 
 def peak(layers, attached, checkpointing=False, change=None):
