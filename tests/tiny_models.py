@@ -108,9 +108,10 @@ SPECIAL = {
     "deepseek_v2": dict(topk_group=1, n_group=1, num_experts_per_tok=2),
     "dots1": dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=1, topk_group=1,
                   first_k_dense_replace=1, layer_types=["sliding_attention", "full_attention"]),
-    "gemma4_assistant": dict(text_config=dict(
-        model_type="gemma4_text", hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, num_hidden_layers=2,
-        num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"])),
+    "gemma4_assistant": lambda h, g: dict(text_config=dict(
+        model_type="gemma4_text", vocab_size=VOCAB, hidden_size=h * HEAD_SIZE, intermediate_size=64, num_attention_heads=h,
+        num_key_value_heads=g, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, num_kv_shared_layers=2)),
     "flint": dict(mlp_only_layers=[0]),
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "lfm2_moe": dict(num_dense_layers=1, layer_types=["conv", "full_attention"]),
