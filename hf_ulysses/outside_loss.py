@@ -9,6 +9,7 @@ found out (startup.py), and `of_the_row` turns a shard's loss into what the engi
 
     counts, scales    sum / count * processes    Trainer's own way: as it is
     counts            sum / count                times sp_size: the same row is averaged over sp_size times as many ranks
+                                                 (but as it is where the count was this rank's own, divided by sp_size)
     scales            mean * processes           processes are sp_size times as many: divided by sp_size, then as below
     neither           mean                       weighted with the shard's share of the row's targets (loss.py)
 """
@@ -93,7 +94,7 @@ def of_the_row(loss, shift_labels, attachment, rule: LossRule, counted: bool, tr
     if not counted or not rule.counts:
         scale = attachment.size if counted and rule.scales else 1
         return attachment.reduce_loss(loss / scale, shift_labels)
-    if not rule.scales:
+    if not rule.scales and attachment.counts_all_ranks:
         loss = loss * attachment.size
     if training:
         return loss

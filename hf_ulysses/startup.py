@@ -50,6 +50,8 @@ def check_first_step(trainer, attachment, model, inputs) -> None:
     row, own, count = _rows(inputs["input_ids"], attachment)
     if trainer._get_num_items_in_batch([row], row["input_ids"].device) is None:
         count = None
+    # Of a count of this rank's rows alone, every rank that works on one takes its share (in_trainer.py).
+    share = count if count is None or attachment.counts_all_ranks else count / attachment.size
     part = shard_batch(row, attachment.rank, attachment.size)
     # First, or peers with different rows would look like a fault of the model.
     attachment.verify(part[ROW_KEY])
@@ -59,10 +61,10 @@ def check_first_step(trainer, attachment, model, inputs) -> None:
     try:
         with torch.no_grad(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
             before = attachment.exchanges + attachment.calls_on_whole_row
-            sharded, hidden_sharded = _run(trainer, model, part, count)
+            sharded, hidden_sharded = _run(trainer, model, part, share)
             seen = attachment.exchanges + attachment.calls_on_whole_row - before
             before = attachment.direct_calls
-            alone, hidden_whole = _run(trainer, model, own, count)
+            alone, hidden_whole = _run(trainer, model, own, share)
             made = attachment.direct_calls - before
             together, _ = _run(_with_processes(trainer, 1 / attachment.size), model, row, count)
             rule = _rule(trainer, attachment, model, row, count, together)

@@ -89,6 +89,13 @@ def test_loss(ranks, case, engine, dp, accumulation):
     assert_same(results, expected)
 
 
+@pytest.mark.parametrize("case", ["label smoothing", "compute_loss_func", "override, super", "override, sum", "override, mean"])
+def test_loss_without_averaging_over_devices(ranks, case):
+    settings = dict(average_tokens_across_devices=False, accumulation=2)
+    expected = run(ranks, case, 2, engine="ddp", dp=2, **settings)[0]
+    assert_same(run(ranks, case, 4, engine="ddp", sp=2, dp=2, **settings), expected)
+
+
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
 @pytest.mark.parametrize("case", ["label smoothing, sft nll", "override, mean", "compute_loss_func", "sft dft"])
 def test_evaluation_loss(ranks, case, engine):
