@@ -11,7 +11,6 @@ rotary embeddings; and, in the modelling files of the model's classes (counted o
 which they find attention functions and mask builders. A deepcopy of the model is not attached.
 """
 
-import functools
 import inspect
 import sys
 import weakref
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
-from . import balance, discovery, support
+from . import balance, discovery, recomputation, support
 from .around import around
 from .attention import exchanging
 from .gather import all_gather_single, gather_sequence
@@ -30,7 +29,7 @@ from .masks import BUILDERS, for_full_row
 from .outside_loss import LossRule
 from .patching import Names
 from .rotary import depends_on_positions, feed_full_row
-from .row import ROW_KEY, current_row, hold, holding, release
+from .row import ROW_KEY, current_row, hold, release
 from .sharding import shard_batch
 
 _attachments: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()
@@ -167,9 +166,7 @@ class Attachment:
         if self._finalizer.detach():
             _release_names(self._held)
         for module in [module for module, attachment in _attachments.items() if attachment is self]:
-            for name in _CHECKPOINTS:
-                if isinstance(vars(module).get(name), _Carrying):
-                    setattr(module, name, vars(module)[name].function)
+            recomputation.forget_row(module)
             del _attachments[module]
 
     def __enter__(self):
@@ -214,7 +211,8 @@ class Attachment:
                 by_name = takes_cache and len(args) < list(parameters).index("use_cache")
                 return (args, {**kwargs, "use_cache": False}) if self.discovering and by_name else None
             if outermost:
-                self._carry_into_recomputation()
+                for inner in module.modules():
+                    recomputation.carry_row(inner)
             counted = kwargs.get("num_items_in_batch") is not None and self.counts_all_ranks
             row.group, row.counted = self.group, counted or row.counted
             if not row.verified:
@@ -246,17 +244,9 @@ class Attachment:
                 "dataloader = accelerator.deepspeed_ulysses_dl_adapter(dataloader, model)."
             )
 
-    def _carry_into_recomputation(self):
-        """What gradient checkpointing recomputes in backward then has its row as the current one, too."""
-        for module in self._model().modules():
-            for name in _CHECKPOINTS:
-                function = vars(module).get(name)
-                if function is not None and not isinstance(function, _Carrying):
-                    setattr(module, name, _Carrying(function))
-
     def row_outside_kwargs(self, module, row):
         """The current row, for attention that got none in its keyword arguments; an error if it would be lost."""
-        if row is not None and _runs_again_without_row():
+        if row is not None and recomputation.loses_row():
             raise ValueError(
                 f"{type(self._model()).__name__} passes no keyword arguments on to {type(module).__name__} and runs it again "
                 "in backward (checkpointing, reversible layers), where the row's facts would be lost. Switch gradient "
@@ -318,26 +308,6 @@ def attach(model, group=None, *, seq_length=None, under_engine=False) -> Attachm
     return Attachment(model, group, seq_length, under_engine)
 
 
-# The attributes by which transformers' layers and torch's wrappers find the function that checkpoints them.
-_CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
-
-
-class _Carrying:
-    """A checkpoint function, `function(run, *args, **kwargs)`, whose second `run` has the first one's row."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def __call__(self, run, *args, **kwargs):
-        row = current_row()
-        return self.function(run if row is None else functools.partial(_run_with, row, run), *args, **kwargs)
-
-
-def _run_with(row, run, *args, **kwargs):
-    with holding(row):
-        return run(*args, **kwargs)
-
-
 class _Registry:
     """A modelling file's `ALL_ATTENTION_FUNCTIONS`, handing out functions that exchange."""
 
@@ -359,22 +329,6 @@ class _Registry:
 
     def get_interface(self, *args, **kwargs):
         return exchanging(self._registry.get_interface(*args, **kwargs), attachment_of)
-
-
-# Whoever has one of these above it on the stack is run again in backward, after the model's forward is over.
-_RUN_AGAIN = {
-    inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__,
-    inspect.unwrap(torch.autograd.Function.apply.__func__).__code__,
-}
-
-
-def _runs_again_without_row() -> bool:
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code not in _RUN_AGAIN:
-        if frame.f_code is _run_with.__code__:
-            return False
-        frame = frame.f_back
-    return frame is not None
 
 
 def _modelling_modules(modules):

@@ -90,6 +90,14 @@ No list of names decides what happens to a model: `hf_ulysses/discovery.py` find
 
 {exchanged}
 
+## Exact, with modules that exchange around their scans and convolutions
+
+As attention does: each rank does its share of the work.
+
+| model type | modules |
+|---|---|
+{split}
+
 ## Exact, with modules that run on the whole row
 
 Their inputs are gathered along the sequence on every rank: exact, and no faster than without sequence parallelism there.
@@ -119,7 +127,7 @@ What transformers says to such a row, without sequence parallelism.
 
 
 def page(results):
-    exchanged, gathered, refused, wrong, untried = [], [], [], [], []
+    exchanged, split, gathered, refused, wrong, untried = [], [], [], [], [], []
     for name, by_size in sorted(results.items()):
         found = {f"{size} {case}": r.get(case, r.get("model")) for size, r in by_size.items() for case in CASES}
         by_status = collections.defaultdict(dict)
@@ -132,9 +140,11 @@ def page(results):
             rows = "all" if not by_status["exact"] else ", ".join(by_status["refused"])
             refused.append(f"| {name} | {rows} | {_cell(why)} |")
         elif not by_status["wrong"] and not by_status["error"] and by_status["exact"]:
-            modules = {_pattern(module) for answer in by_status["exact"].values() for module in answer["gathered"]}
-            if modules:
-                gathered.append(f"| {name} | {', '.join(f'`{module}`' for module in sorted(modules))} |")
+            answers = by_status["exact"].values()
+            if modules := _patterns(answers, "gathered"):
+                gathered.append(f"| {name} | {modules} |")
+            elif modules := _patterns(answers, "split"):
+                split.append(f"| {name} | {modules} |")
             else:
                 exchanged.append(name)
         elif not by_status["wrong"] and not by_status["error"]:
@@ -152,11 +162,16 @@ def page(results):
         layouts=" and ".join(f"{h} query / {g} key-value heads over sp={size}" for size, (h, g) in LAYOUTS.items()),
         summary="\n".join(lines),
         exchanged=", ".join(exchanged) + ".",
+        split="\n".join(split),
         gathered="\n".join(gathered),
         refused="\n".join(refused),
         wrong="\n".join(wrong) or "None.",
         untried="\n".join(untried),
     )
+
+
+def _patterns(answers, what):
+    return ", ".join(f"`{module}`" for module in sorted({_pattern(name) for answer in answers for name in answer[what]}))
 
 
 def _pattern(module):
