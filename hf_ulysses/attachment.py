@@ -73,7 +73,7 @@ class Attachment:
         self.counts_all_ranks = True
         # Found out by the trainer's start-up check.
         self.checked, self.loss_rule = False, LossRule()
-        self._random_state = None
+        self._random_states = None
         self._verifications = 0
         self._held, self._handles, self._entered = [], [], []
 
@@ -181,16 +181,16 @@ class Attachment:
 
         Shards of a row that drew from one stream would share their dropout masks; data pipelines have to draw alike.
         """
-        shared = torch.get_rng_state()
-        if self._random_state is None:
+        shared = _random_states()
+        if self._random_states is None:
             torch.manual_seed(torch.initial_seed() + self.rank)
         else:
-            torch.set_rng_state(self._random_state)
+            _set_random_states(self._random_states)
         try:
             yield
         finally:
-            self._random_state = torch.get_rng_state()
-            torch.set_rng_state(shared)
+            self._random_states = _random_states()
+            _set_random_states(shared)
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -270,6 +270,20 @@ class Attachment:
                 "data-parallel ranks only, seed shuffling and random collators alike, and check that `group` is not "
                 "the data-parallel group."
             )
+
+
+def _generators():
+    # Dropout draws on the device.
+    return [torch, torch.get_device_module()] if torch.accelerator.is_available() else [torch]
+
+
+def _random_states() -> list:
+    return [module.get_rng_state() for module in _generators()]
+
+
+def _set_random_states(states) -> None:
+    for module, state in zip(_generators(), states):
+        module.set_rng_state(state)
 
 
 def detach_all() -> None:

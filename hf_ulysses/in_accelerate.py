@@ -6,11 +6,13 @@ with sequence parallelism carries its `StateView` as `_ulysses`; all others are 
 
 import functools
 import inspect
+import random
 import sys
 import weakref
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
+import numpy
 import torch
 
 from .attachment import Attachment, attach, attachment_of
@@ -30,6 +32,15 @@ def view_of(accelerator):
 
 def sp_group(accelerator):
     return accelerator.torch_device_mesh["sp"].get_group()
+
+
+def share_randomness(group) -> None:
+    """Give all ranks of `group` the random states of its first one, which data pipelines draw from. Collective."""
+    states = [random.getstate(), numpy.random.get_state(), torch.get_rng_state()]
+    torch.distributed.broadcast_object_list(states, group=group, group_src=0)
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+    torch.set_rng_state(states[2])
 
 
 @contextmanager

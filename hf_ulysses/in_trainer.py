@@ -14,7 +14,7 @@ import torch
 
 from . import outside_loss, support
 from .config import requested
-from .in_accelerate import attach_model, gathering_rows, view_of
+from .in_accelerate import attach_model, gathering_rows, share_randomness, sp_group, view_of
 from .row import ROW_KEY
 from .sharding import is_sharded
 from .startup import check_first_step
@@ -133,6 +133,16 @@ def _check_once(trainer, attachment, model, inputs):
     if view_of_trainer(trainer).startup_check:
         attachment.loss_rule = check_first_step(trainer, attachment, model, full)
     attachment.checked = True
+
+
+def wrap_load_rng_state(original):
+    @functools.wraps(original)
+    def _load_rng_state(self, checkpoint):
+        original(self, checkpoint)
+        if view_of_trainer(self) is not None and checkpoint is not None:
+            share_randomness(sp_group(self.accelerator))
+
+    return _load_rng_state
 
 
 @contextmanager

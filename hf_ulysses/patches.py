@@ -98,6 +98,13 @@ def _rows() -> list[Patch]:
             parameters=("model", "inputs"),
         ),
         Patch(
+            "transformers.trainer:Trainer._load_rng_state",
+            trainer.wrap_load_rng_state,
+            why="another layout saved other ranks' states: peers would draw differently in their collators",
+            until=_NATIVE,
+            parameters=("checkpoint",),
+        ),
+        Patch(
             "transformers.trainer:Trainer.evaluation_loop",
             trainer.wrap_evaluation_loop,
             why="evaluates in shards: the row's loss, whole rows for metrics",

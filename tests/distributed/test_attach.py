@@ -371,3 +371,34 @@ def one_rank():
 def test_a_group_of_one(ranks):
     reference = ranks(1).run(plain_steps, [{}], [BATCH])[0][0]
     assert_same(ranks(2).run(one_rank), reference)
+
+
+def draws_inside_and_outside():
+    """What is drawn in a step and after it, on the CPU and on a device that there is not."""
+    from types import SimpleNamespace
+    from unittest import mock
+
+    generator = torch.Generator().manual_seed(5)
+    device = SimpleNamespace(get_rng_state=generator.get_state, set_rng_state=generator.set_state)
+    drawn = []
+    with (
+        hf_ulysses.attach(build()) as sp,
+        mock.patch("torch.accelerator.is_available", lambda: True),
+        mock.patch("torch.get_device_module", lambda: device),
+    ):
+        torch.manual_seed(7)
+        for _ in range(2):
+            with sp.own_randomness():
+                inside = (torch.rand(1).item(), torch.rand(1, generator=generator).item())
+            drawn.append((inside, (torch.rand(1).item(), torch.rand(1, generator=generator).item())))
+    return drawn
+
+
+def test_a_rank_draws_for_itself_in_a_step_and_with_its_peers_outside(ranks):
+    first, second = ranks(2).run(draws_inside_and_outside)
+    expected = torch.rand(2, generator=torch.Generator().manual_seed(7))
+    for ours, theirs, on_cpu in zip(first, second, expected):
+        assert ours[1] == theirs[1] and ours[1][0] == on_cpu.item()
+        assert ours[0][0] != theirs[0][0]
+    # A step goes on where the last one ended.
+    assert first[0][0] != first[1][0]

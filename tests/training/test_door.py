@@ -162,6 +162,31 @@ def tokens_seen(trainer):
     return trainer.state.num_input_tokens_seen
 
 
+def draws_alike_after_resuming(expected):
+    """A checkpoint of two data-parallel ranks, whose states are not those of the two peers that resume."""
+    import random
+    import tempfile
+    from pathlib import Path
+
+    import numpy
+    import torch
+
+    folder = Path(tempfile.mkdtemp())
+    for rank in range(2):
+        numpy_state = numpy.random.RandomState(rank).get_state()
+        states = dict(python=random.Random(rank).getstate(), numpy=numpy_state, cpu=torch.Generator().manual_seed(rank).get_state())
+        torch.save(states, folder / f"rng_state_{rank}.pth")
+
+    def draw(trainer):
+        trainer._load_rng_state(str(folder))
+        draws = [None, None]
+        torch.distributed.all_gather_object(draws, (random.random(), numpy.random.rand(), torch.rand(1).item()))
+        return draws
+
+    first, second = train(engine="ddp", sp=2, steps=1, after=draw)["after"]
+    assert first == second
+
+
 def tells_the_group(expected):
     from deepspeed.utils import groups
     from torch import distributed as dist
@@ -219,6 +244,7 @@ BEHAVIOURS = {
     "Trainer.get_sp_size": (trains_exactly, dict(engine="ddp", **_EPOCHS), (train, _EPOCHS), 2),
     "Trainer._track_num_input_tokens": (counts_tokens_once, {}, None, 2),
     "Trainer.training_step": (refuses_a_bad_loss, {}, None, 2),
+    "Trainer._load_rng_state": (draws_alike_after_resuming, {}, None, 2),
     "Trainer.evaluation_loop": (evaluates_exactly, dict(engine="ddp"), _EVALUATION, 2),
     "functional:all_gather": (loops_exactly, dict(engine="zero2", dp=2), (documented_loop, dict(engine="zero2", dp=2)), 4),
     "load_balancing_loss_func": (balances_experts, dict(engine="ddp", **_EXPERTS), (trained, _EXPERTS), 2),
