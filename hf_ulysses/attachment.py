@@ -18,7 +18,6 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-import torch.utils.checkpoint
 
 from . import balance, discovery, recomputation, support
 from .around import around
@@ -87,6 +86,8 @@ class Attachment:
         for source in _modelling_modules(modules):
             for name, wrap in _replacements(source):
                 self._held.append(_names.hold(source, name, wrap))
+        for source in balance.sources_of_others():
+            self._held.append(_names.hold(source, balance.NAME, balance.for_full_row))
         self._finalizer = weakref.finalize(model, _release_names, self._held)
 
     # -- the public contract ------------------------------------------------------------------------------------------
@@ -165,8 +166,9 @@ class Attachment:
         self._handles.clear()
         if self._finalizer.detach():
             _release_names(self._held)
-        for module in [module for module, attachment in _attachments.items() if attachment is self]:
+        for module in self._model().modules() if self._model() is not None else ():
             recomputation.forget_row(module)
+        for module in [module for module, attachment in _attachments.items() if attachment is self]:
             del _attachments[module]
 
     def __enter__(self):
@@ -202,7 +204,14 @@ class Attachment:
 
         def enter(module, args, kwargs):
             if attachment_of(module) is not self:
-                return None  # A deepcopy takes the hooks along.
+                # A copy takes the hooks along.
+                if outermost and attachment_of(module) is None and kwargs.get(ROW_KEY) is not None:
+                    raise ValueError(
+                        f"{type(module).__name__} got a sharded batch but is a copy of an attached model and not attached "
+                        "(deepcopy, regional compilation): parts of it would see a shard. Attach it, too, or compile the "
+                        "whole model."
+                    )
+                return None
             row = kwargs.get(ROW_KEY)
             self._entered.append((module, hold(row if row is not None else current_row())))
             if row is None:

@@ -4,11 +4,13 @@ It is a product of two means over tokens, so means over shards do not add up to 
 `load_balancing_loss_func(gate_logits, num_experts, top_k, attention_mask)`; the wrapper gathers the router logits, which
 are small, and gives the function the whole row. Every rank then has the row's auxiliary loss, which `reduce_loss`
 weights like the rest of its loss; where the loss is a sum over a count of the whole step on all ranks, each rank takes
-its 1 / sp_size. TRL's fused head calls the function of one modelling file for all models (patches.py).
+its 1 / sp_size.
 """
 
 import functools
+import importlib
 import inspect
+import sys
 
 import torch
 
@@ -22,7 +24,7 @@ NAME = "load_balancing_loss_func"
 def for_full_row(balance):
     """Wrap a load-balancing loss so that it sees the full row while a sharded forward runs."""
     signature = inspect.signature(balance)
-    if getattr(balance, "_balances_row", False) or not {"gate_logits", "attention_mask"} <= set(signature.parameters):
+    if not {"gate_logits", "attention_mask"} <= set(signature.parameters):
         return balance
 
     @functools.wraps(balance)
@@ -37,8 +39,12 @@ def for_full_row(balance):
         loss = balance(*bound.args, **bound.kwargs)
         return loss / torch.distributed.get_world_size(row.group) if row.counted else loss
 
-    balance_row._balances_row = True
     return balance_row
+
+
+def sources_of_others() -> list:
+    """Modelling files whose function is called for other models, too: TRL's fused head takes it from one for all."""
+    return [importlib.import_module("transformers.models.mixtral.modeling_mixtral")] if "trl" in sys.modules else []
 
 
 def _gather(gates, row):

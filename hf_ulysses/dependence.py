@@ -49,7 +49,7 @@ class ByHeads:
 ALONE = "every position for itself"
 
 
-def split_of(function, args, kwargs, length, rank, size):
+def split_of(function, args, kwargs, length, size):
     """How `function` can be split over `size` ranks.
 
     Args:
@@ -78,10 +78,10 @@ def split_of(function, args, kwargs, length, rank, size):
     ):
         places = tuple((path, Place(sequence)) for path, (_, sequence) in call.tensors.items())
         return Halo(width, places, Place(call.output))
-    return _by_heads(call, output, rank, size)
+    return _by_heads(call, output, size)
 
 
-def _by_heads(call, output, rank, size):
+def _by_heads(call, output, size):
     """The first dimension of the output along which most of what goes in can be split, and works when it is."""
     for heads in range(1, output.dim()):
         num_heads = output.shape[heads]
@@ -96,8 +96,9 @@ def _by_heads(call, output, rank, size):
             continue
         num_kv = counts.pop() if counts else num_heads
         split = ByHeads(num_heads, num_kv, tuple(places.items()), Place(call.output, heads))
-        share = share_heads(num_heads, num_kv, size)[rank]
-        if _works(call, split, share, output.narrow(heads, share.query.start, share.num_query)):
+        # Of every rank, or ranks would call a different number of times what an engine gathers parameters for.
+        shares = {(s.num_query, s.num_kv, s.kv_index): s for s in share_heads(num_heads, num_kv, size)}.values()
+        if all(_works(call, split, s, output.narrow(heads, s.query.start, s.num_query)) for s in shares):
             return split
     return None
 

@@ -115,10 +115,10 @@ class _Discovery:
     def _make_exact(self, batch):
         reference = Trace(self, batch, None)
         reference.run(batch)
-        if reference.error is not None:
+        if not self._everywhere(reference.error is None):
             if "position_ids" in batch or "attention_mask" in batch:
                 return  # The model does not do this without sequence parallelism either.
-            raise reference.error
+            raise reference.error or RuntimeError("The trial row failed on another rank.")
         for _ in range(_ROUNDS):
             trace = Trace(self, batch, reference)
             trace.run(self._cut(batch))
@@ -210,7 +210,7 @@ class _Discovery:
             self.found[module], self.dims[module] = why, {}
             self.handles += self.whole.run_whole(module, self.dims[module])
             self.attachment.gathered.append(self.names[module])
-            self.handles += [handle for layer in self._around(module) for handle in self.whole.carry_row(layer)]
+            self.handles += [handle for layer in self._around(module) for handle in self.whole.hold_row(layer)]
         self._look(reference, trace)
 
     def _split(self, kind, alike, batch):
@@ -226,11 +226,12 @@ class _Discovery:
         self.split[kind] = []
         plans = self.mixers.study(alike, lambda: self.entry(**batch), batch["input_ids"].shape[1])
         mine = {self.names[module]: repr(plan) for module, plan in plans.items()}
-        if len(plans) < len(alike) or any(other != mine for other in self._from_all(mine)):
+        others = self._from_all(mine)
+        if len(plans) < len(alike) or any(other != mine for other in others):
             return False
         for module in alike:
             self.split[kind] += self.mixers.exchange(module, plans[module])
-            self.split[kind] += [handle for layer in self._around(module) for handle in self.whole.carry_row(layer)]
+            self.split[kind] += [handle for layer in self._around(module) for handle in self.whole.hold_row(layer)]
             self.attachment.split.append(self.names[module])
         return True
 

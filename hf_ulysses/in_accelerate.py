@@ -159,6 +159,11 @@ def wrap_prepare(original):
         if view_of(self) is None:
             return original(self, *args, **kwargs)
         models = [obj for obj in args if isinstance(obj, torch.nn.Module)]
+        if models and getattr(self.state.dynamo_plugin, "use_regional_compilation", False):
+            raise ValueError(
+                "use_regional_compilation copies the model around its layers, where sequence parallelism has its hooks. Set "
+                "it to False: the whole model can be compiled."
+            )
         attachments = [attach_model(self, model) for model in models]
         deepspeed = self.distributed_type == "DEEPSPEED"
         if deepspeed:
@@ -170,7 +175,7 @@ def wrap_prepare(original):
         for model, prepared in zip(args, results):
             # FSDP2 shards the compiled model, so that the model alone has no root.
             if isinstance(model, torch.nn.Module) and hasattr(prepared, "_orig_mod"):
-                attachment_of(model).entry = weakref.ref(prepared)
+                attach_model(self, model).entry = weakref.ref(prepared)
         for obj in results if attachments else ():
             if isinstance(obj, torch.utils.data.DataLoader):
                 yield_shards(obj, attachments[0])

@@ -103,12 +103,14 @@ class _Exchanging:
         given = (args, {key: value for key, value in kwargs.items() if key not in _OURS})
         places, bounded = dict(how.places) if how is not None else {}, False
         for path, tensor in tensors_of(given).items():
-            if path in places:
+            known, dim = path in places, places[path].sequence if path in places else None
+            if known and (dim is None or tensor.shape[dim] == self.shard):
                 continue
-            places[path] = Place(sequence_dim(tensor, self.shard))
+            places.setdefault(path, Place(sequence_dim(tensor, self.shard)))
             # What the module was handed for others, and hands on with everything else.
             passed = path.startswith("[1].") and self.passing.get(path[4:]) is tensor
-            if tensor.is_floating_point() and not passed and (how is not None or self.shard in tensor.shape):
+            news = tensor.is_floating_point() and not passed and (how is not None or self.shard in tensor.shape)
+            if known or news:
                 raise ValueError(
                     f"{name} was called with a tensor of shape {tuple(tensor.shape)} as it was not when the model was "
                     "tried before the first step: what it does with a row in shards is not known. Please report "
@@ -227,7 +229,7 @@ class _Learning:
         tree_map(lambda path, leaf: described.append((path, _described(leaf))), (args, kwargs))
         key = (function, tuple(described))
         if key not in self.known:
-            self.known[key] = split_of(function, args, kwargs, self.length, self.attachment.rank, self.attachment.size)
+            self.known[key] = split_of(function, args, kwargs, self.length, self.attachment.size)
         how = self.known[key]
         if self.plan.setdefault(name, how) != how:
             self.plan[name] = None

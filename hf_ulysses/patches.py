@@ -6,7 +6,6 @@ and a trainer has its `compute_loss` and `prediction_step` shadowed on the insta
 
 import importlib.util
 
-from . import balance
 from . import in_accelerate as accelerate
 from . import in_trainer as trainer
 from .patching import Patch, Patches
@@ -126,16 +125,6 @@ def _rows() -> list[Patch]:
                 why="counts each row once for num_input_tokens_seen, not once per rank that works on it",
                 until=_NATIVE,
                 parameters=("inputs",),
-            )
-        )
-    if importlib.util.find_spec("trl") is not None:
-        rows.append(
-            Patch(
-                "transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func",
-                balance.for_full_row,
-                why="TRL's fused head calls this one whatever the model: the experts of a shard would be balanced",
-                until="TRL calls the model's own",
-                parameters=("gate_logits", "attention_mask"),
             )
         )
     if importlib.util.find_spec("deepspeed") is not None:

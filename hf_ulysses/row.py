@@ -121,7 +121,10 @@ _current: ContextVar[Row | object | None] = ContextVar("ulysses_row", default=No
 
 
 def current_row() -> Row | None:
-    """The row of the forward that is running, `None` outside of a sharded forward. Not valid in recomputation."""
+    """The row of the forward that is running, `None` outside of a sharded forward.
+
+    In what backward runs again, only by recomputation.py and by the row in a layer's keyword arguments.
+    """
     row = _current.get()
     return None if row is _WHOLE else row
 

@@ -70,13 +70,15 @@ class _HeldAttribute:
     """The same for a function that the module holds."""
 
     def __init__(self, module, name):
-        self._module, self._name, self._original = weakref.ref(module), name, vars(module)[name]
-        setattr(module, name, _seam(name)(self._original))
+        seam = _seam(name)(vars(module)[name])
+        # Weakly, for a method of the module would keep it alive.
+        self._module, self._name, self._seam = weakref.ref(module), name, weakref.ref(seam)
+        setattr(module, name, seam)
 
     def remove(self):
-        if (module := self._module()) is not None and self._name:
-            setattr(module, self._name, self._original)
-        self._name = None
+        module, seam = self._module(), self._seam()
+        if module is not None and seam is not None and vars(module).get(self._name) is seam:
+            setattr(module, self._name, seam.__wrapped__)
 
 
 def at_seams(module):
@@ -114,7 +116,10 @@ def _names_in(code):
 
 def _is_function(value):
     """Not classes; not modules, which discovery judges for themselves; not what exchanges already (attention.py)."""
-    return callable(value) and not isinstance(value, (type, torch.nn.Module)) and not hasattr(value, "_exchanges")
+    if not callable(value) or isinstance(value, (type, torch.nn.Module)) or hasattr(value, "_exchanges"):
+        return False
+    # Kernels that are launched by subscript, as Triton's, are more than functions.
+    return not hasattr(type(value), "__getitem__")
 
 
 def _causal_width(child):

@@ -66,7 +66,7 @@ def check_first_step(trainer, attachment, model, inputs) -> None:
             before = attachment.direct_calls
             alone, hidden_whole = _run(trainer, model, own, share)
             made = attachment.direct_calls - before
-            together, _ = _run(_with_processes(trainer, 1 / attachment.size), model, row, count)
+            together, _ = _run(_with_processes(trainer, 1, attachment.size), model, row, count)
             rule = _rule(trainer, attachment, model, row, count, together)
     finally:
         model.train(training)
@@ -87,8 +87,8 @@ def _rule(trainer, attachment, model, row, count, together):
     """Find out what a loss of the user's own does with the count and with the number of processes, by doubling them."""
     if count is None or not is_outside(trainer):
         return LossRule()
-    fewer, _ = _run(_with_processes(trainer, 1 / attachment.size), model, row, 2 * count)
-    more, _ = _run(_with_processes(trainer, 2 / attachment.size), model, row, count)
+    fewer, _ = _run(_with_processes(trainer, 1, attachment.size), model, row, 2 * count)
+    more, _ = _run(_with_processes(trainer, 2, attachment.size), model, row, count)
     return LossRule(counts=bool(fewer < 0.75 * together), scales=bool(more > 1.5 * together))
 
 
@@ -102,11 +102,11 @@ class _With:
         return getattr(self._instance, name)
 
 
-def _with_processes(trainer, factor):
-    """A copy of the trainer that runs in `factor` times as many processes, as far as its arithmetic is concerned."""
+def _with_processes(trainer, times, size):
+    """A copy of the trainer that runs in `times / size` as many processes, as far as its arithmetic is concerned."""
     copied = copy.copy(trainer)
-    copied.accelerator = _With(trainer.accelerator, "num_processes", int(trainer.accelerator.num_processes * factor))
-    copied.args = _With(trainer.args, "world_size", int(trainer.args.world_size * factor))
+    copied.accelerator = _With(trainer.accelerator, "num_processes", trainer.accelerator.num_processes * times // size)
+    copied.args = _With(trainer.args, "world_size", trainer.args.world_size * times // size)
     return copied
 
 

@@ -103,7 +103,7 @@ class Whole:
             handles += around(layer, enter_layer, leave_layer)
         return handles
 
-    def carry_row(self, layer):
+    def hold_row(self, layer):
         """Returns the handles: while `layer` runs, also in a recomputation, its row is the current one."""
 
         def enter(module, args, kwargs):

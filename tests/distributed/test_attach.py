@@ -402,3 +402,42 @@ def test_a_rank_draws_for_itself_in_a_step_and_with_its_peers_outside(ranks):
         assert ours[0][0] != theirs[0][0]
     # A step goes on where the last one ended.
     assert first[0][0] != first[1][0]
+
+
+def copied_around_its_layers():
+    """What regional compilation does to a model: a shallow copy of the outer modules around the original layers."""
+    model = build()
+    with hf_ulysses.attach(model) as sp:
+        part = sp.shard(batch_of(1, 33))
+        outer = copy.copy(model)
+        outer.__dict__ = {**model.__dict__, "_modules": dict(model._modules)}
+        with pytest.raises(ValueError, match="is a copy of an attached model"):
+            outer(**part)
+
+
+def test_a_copy_around_attached_layers_is_refused(ranks):
+    ranks(2).run(copied_around_its_layers)
+
+
+def fails_on_one_rank():
+    """A trial row that one rank cannot run whole, as one that is short of memory."""
+    model = build(dtype=torch.float32)
+    original, failed = model.model.forward, []
+
+    def forward(*args, **kwargs):
+        mask = kwargs.get("attention_mask")
+        if mask is not None and "ulysses_row" not in kwargs and dist.get_rank() == 1 and not failed:
+            failed.append(True)
+            raise MemoryError
+        return original(*args, **kwargs)
+
+    model.model.forward = forward
+    batch = batch_of(1, 33)
+    with hf_ulysses.attach(model) as sp:
+        part = sp.shard(batch)
+        return sp.reduce_loss(model(**part).loss, part["shift_labels"]).item(), failed
+
+
+def test_a_trial_row_that_fails_on_one_rank(ranks):
+    (loss, _), (other, failed) = ranks(2).run(fails_on_one_rank)
+    assert loss == other and failed == [True]

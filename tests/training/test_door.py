@@ -6,7 +6,6 @@ import traceback
 import pytest
 
 from .test_accelerate_loop import documented_loop
-from .test_architectures import trained
 from .test_evaluation import evaluate
 from .trajectory import rows, tiny_llama, train
 
@@ -149,10 +148,6 @@ def reports_rows_per_step(expected):
     assert train(engine="ddp", sp=2, steps=1, accumulation=2, after=total)["after"] == 2
 
 
-def balances_experts(expected, **settings):
-    assert trained(sp=2, **settings)["loss"] == pytest.approx(expected["loss"], rel=2e-5)
-
-
 def counts_tokens_once(expected):
     seen = train(engine="ddp", sp=2, steps=2, include_num_input_tokens_seen="all", after=tokens_seen)["after"]
     assert seen == 2 * 66
@@ -226,7 +221,6 @@ def names_the_universal_checkpoint(expected):
 
 _STEPS = (train, dict(steps=2))
 _EPOCHS = dict(steps=-1, num_train_epochs=2, data=rows(3))
-_EXPERTS = dict(model_type="qwen3_moe", kind="sft", bf16=False)
 _LOOP = (documented_loop, {})
 _EVALUATION = (evaluate, dict(count=3, eval_batch=2))
 # target -> (behaviour, its settings, reference run, ranks)
@@ -247,7 +241,6 @@ BEHAVIOURS = {
     "Trainer._load_rng_state": (draws_alike_after_resuming, {}, None, 2),
     "Trainer.evaluation_loop": (evaluates_exactly, dict(engine="ddp"), _EVALUATION, 2),
     "functional:all_gather": (loops_exactly, dict(engine="zero2", dp=2), (documented_loop, dict(engine="zero2", dp=2)), 4),
-    "load_balancing_loss_func": (balances_experts, dict(engine="ddp", **_EXPERTS), (trained, _EXPERTS), 2),
     "_get_sequence_parallel_group": (tells_the_group, {}, None, 2),
     "_get_sequence_parallel_rank": (tells_the_group, {}, None, 2),
     "_get_sequence_parallel_world_size": (tells_the_group, {}, None, 2),

@@ -25,8 +25,8 @@ def arguments(heads=HEADS, keys=KEYS, batch=2):
     return torch.randn(batch, S, keys, 5), torch.randn(batch, S, heads, SIZE), torch.randn(batch, S, heads)
 
 
-def found(function, *args, rank=0, size=2, **kwargs):
-    return split_of(function, args, kwargs, S, rank, size)
+def found(function, *args, size=2, **kwargs):
+    return split_of(function, args, kwargs, S, size)
 
 
 @pytest.mark.parametrize("bias", [None, torch.ones(6)], ids=["", "bias"])
@@ -47,13 +47,10 @@ def test_a_convolution_that_looks_ahead_is_split_by_channels():
     assert dict(split.places) == {"[0][0]": Place(2, 1), "[0][1]": Place(None, 0)}
 
 
-@pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("keys", [1, 2, 4])
-def test_a_scan_over_heads(keys, size, rank):
-    if rank >= size:
-        pytest.skip("no such rank")
-    split = found(scan, *arguments(keys=keys), decay=torch.rand(2, HEADS, 1), rank=rank, size=size)
+def test_a_scan_over_heads(keys, size):
+    split = found(scan, *arguments(keys=keys), decay=torch.rand(2, HEADS, 1), size=size)
     assert split.output == Place(1, 2) and split.num_heads == HEADS and split.num_kv == (keys if keys > 1 else HEADS)
     key, value, gate, decay = dict(split.places).values()
     assert key == {1: Place(1), 2: Place(1, 2, True), 4: Place(1, 2)}[keys]
