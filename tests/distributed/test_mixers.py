@@ -357,8 +357,24 @@ def insist_on_all_heads(model):
     model.undo = lambda: (setattr(source, "torch_chunk_gated_delta_rule", scan), undo())
 
 
+def insist_on_several_heads(model):
+    """A scan that one of two ranks could run: three heads are two and one."""
+    source = sys.modules[type(model).__module__]
+    scan = source.torch_chunk_gated_delta_rule
+
+    def insisting(query, key, value, **kwargs):
+        assert value.shape[2] > 1, "compiled for several heads"
+        return scan(query, key, value, **kwargs)
+
+    source.torch_chunk_gated_delta_rule = insisting
+    model.undo = lambda: setattr(source, "torch_chunk_gated_delta_rule", scan)
+
+
+THREE_HEADS = {insist_on_several_heads: dict(linear_num_value_heads=3, linear_num_key_heads=3)}
+
+
 def changed(change, batch, attached):
-    model = build("qwen3_next", change=change)
+    model = build("qwen3_next", change=change, **THREE_HEADS.get(change, {}))
     try:
         if not attached:
             return whole(model, batch), [], []
@@ -368,7 +384,7 @@ def changed(change, batch, attached):
         model.undo()
 
 
-@pytest.mark.parametrize("change", [mix_heads, mix_positions_inline, insist_on_all_heads])
+@pytest.mark.parametrize("change", [mix_heads, mix_positions_inline, insist_on_all_heads, insist_on_several_heads])
 def test_what_cannot_be_split_runs_on_the_whole_row(ranks, change):
     reference = ranks(1).run(changed, change, rows("uneven"), False)[0][0]
     for step, split, gathered in ranks(2).run(changed, change, rows("uneven"), True):
