@@ -9,6 +9,7 @@ its 1 / sp_size.
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import sys
 
@@ -18,6 +19,7 @@ from .gather import gather_sequence
 from .row import current_row
 
 NAME = "load_balancing_loss_func"
+_TRLS = "transformers.models.mixtral.modeling_mixtral"
 
 
 @functools.lru_cache(maxsize=64)
@@ -44,7 +46,10 @@ def for_full_row(balance):
 
 def sources_of_others() -> list:
     """Modelling files whose function is called for other models, too: TRL's fused head takes it from one for all."""
-    return [importlib.import_module("transformers.models.mixtral.modeling_mixtral")] if "trl" in sys.modules else []
+    if "trl" not in sys.modules or importlib.util.find_spec(_TRLS) is None:
+        return []
+    source = importlib.import_module(_TRLS)
+    return [source] if callable(vars(source).get(NAME)) else []
 
 
 def _gather(gates, row):

@@ -89,7 +89,8 @@ def _rule(trainer, attachment, model, row, count, together):
         return LossRule()
     fewer, _ = _run(_with_processes(trainer, 1, attachment.size), model, row, 2 * count)
     more, _ = _run(_with_processes(trainer, 2, attachment.size), model, row, count)
-    return LossRule(counts=bool(fewer < 0.75 * together), scales=bool(more > 1.5 * together))
+    # Ratios, for a loss may be negative.
+    return LossRule(counts=bool(fewer / together < 0.75), scales=bool(more / together > 1.5))
 
 
 class _With:

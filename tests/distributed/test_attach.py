@@ -441,3 +441,24 @@ def fails_on_one_rank():
 def test_a_trial_row_that_fails_on_one_rank(ranks):
     (loss, _), (other, failed) = ranks(2).run(fails_on_one_rank)
     assert loss == other and failed == [True]
+
+
+def checkpointed_by_torch():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    model = build()
+    batch = batch_of(1, 33)
+    sp = hf_ulysses.attach(model)
+    # After attaching, as engines do.
+    apply_activation_checkpointing(model, check_fn=lambda module: "DecoderLayer" in type(module).__name__)
+    functions = {module: vars(module)["checkpoint_fn"] for module in model.modules() if "checkpoint_fn" in vars(module)}
+    assert functions
+    part = sp.shard(batch)
+    sp.reduce_loss(model(**part).loss, part["shift_labels"]).backward()
+    assert all(vars(module)["checkpoint_fn"] is not function for module, function in functions.items())
+    sp.detach()
+    assert all(vars(module)["checkpoint_fn"] is function for module, function in functions.items())
+
+
+def test_detaching_gives_checkpoint_functions_back(ranks):
+    ranks(2).run(checkpointed_by_torch)

@@ -3,7 +3,10 @@ against one process."""
 
 import contextlib
 import functools
+import gc
 import sys
+import types
+import weakref
 
 import pytest
 import torch
@@ -545,3 +548,21 @@ def test_fsdp2(ranks, model_type, reentrant):
         assert gradients.keys() == reference.keys()
         for name, expected in reference.items():
             assert (gradients[name] - expected).abs().max() <= TOLERANCE * expected.abs().max(), name
+
+
+def dropped():
+    """A mixer that holds a method of its own, and a model that nobody holds any more."""
+    model = build("qwen3_next")
+    mixer = mixers_of(model, "qwen3_next")[0]
+    mixer.describe = types.MethodType(lambda self: type(self).__name__, mixer)
+    alive = weakref.ref(mixer)
+    sp = hf_ulysses.attach(model)
+    sp.shard(rows("uneven"))
+    assert sp.split
+    del model, mixer, sp
+    gc.collect()
+    return alive() is None
+
+
+def test_a_dropped_model_takes_its_mixers_along(ranks):
+    assert all(ranks(2).run(dropped))

@@ -148,3 +148,21 @@ def test_a_loader_that_nobody_shards_is_an_error(ranks):
 
     with pytest.raises(RankFailed, match="not sharded.*deepspeed_ulysses_dl_adapter"):
         ranks(2).run(documented_loop, engine="zero2", sp=2, loader="apart")
+
+
+def compiled_by_regions():
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import TorchDynamoPlugin
+
+    import hf_ulysses
+
+    hf_ulysses.enable()
+    PartialState(cpu=True)
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    accelerator = Accelerator(dynamo_plugin=plugin, parallelism_config=_parallelism("ddp", 2, 1))
+    with pytest.raises(ValueError, match="use_regional_compilation"):
+        accelerator.prepare(tiny_llama())
+
+
+def test_regional_compilation_is_refused(ranks):
+    ranks(2).run(compiled_by_regions)

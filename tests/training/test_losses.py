@@ -45,7 +45,7 @@ def overriding(kind, **settings):
                 loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
             else:
                 loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
-                loss = loss / num_items_in_batch
+                loss = (-loss if kind == "negative" else loss) / num_items_in_batch
             return (loss, outputs) if return_outputs else loss
 
     with mock.patch.object(transformers, "Trainer", Overriding):
@@ -60,6 +60,7 @@ CASES = {
     "compute_loss_func, mean": (with_func, mean_of_its_own, {}),
     "override, super": (overriding, "super", {}),
     "override, sum": (overriding, "sum", {}),
+    "override, negative": (overriding, "negative", {}),
     "override, mean": (overriding, "mean", {}),
     "sft nll": (train, None, dict(kind="sft", bf16=False, loss_type="nll")),
     "sft dft": (train, None, dict(kind="sft", bf16=False, loss_type="dft")),
