@@ -4,9 +4,10 @@
 2. It runs sharded, and every rank compares its shard's fingerprints as they come. The first difference has one author:
    an output that differs where the inputs agree is the module's own doing; an input that differs is the doing of the
    module that is calling; so is an error, of the innermost module that was running.
-3. The author, and all modules of its kind, from now on exchange around the functions in which they mix (mixers.py), if
-   these can be split and the next round agrees; else they get the whole row (whole.py). 2. is repeated until nothing
-   differs. A model whose own code, around its layers, is the author runs that code on the whole row.
+3. The author, and all modules of its kind, from now on go the first of these ways that makes the next round agree: exchange
+   around the functions in which they mix (mixers.py); compute with tensors of the whole row that are held in part
+   (spread.py); get the whole row on every rank (whole.py). 2. is repeated until nothing differs. A model whose own code,
+   around its layers, is the author runs that code on the whole row.
 
 So no list of layer names decides, and a model that nobody has heard of is exact or refused. The short row is as long as
 what the configuration treats specially (windows, chunks, top-k), up to a limit; packed and padded rows are tried, too.
@@ -31,7 +32,7 @@ from .whole import Whole
 logger = logging.getLogger(__name__)
 
 _LONGEST = 2048
-_ROUNDS = 24
+_ROUNDS = 48
 _SPECIAL_LENGTHS = re.compile(r"window|chunk|topk|top_k_tokens|block_size|budget|compress|local_attention")
 
 
@@ -59,7 +60,9 @@ class _Discovery:
         self.everyone = None if attachment.under_engine else attachment.group
         self.mixers = Mixers(attachment)
         self.found, self.dims = {}, {}
-        self.handles, self.split = [], {}
+        # Kind of module -> the ways that are left to it, the handles of the one it goes, and what that could not split.
+        self.ways, self.hooks, self.undone = {}, {}, {}
+        self.handles = []
         # An odd number of tokens per shard, so that blocks of positions lie across its edges.
         length = _short_length(getattr(model, "config", None), attachment.size)
         self.tokens = tokens[:1].repeat(1, -(-length // tokens.shape[1]))[:, :length].contiguous()
@@ -75,7 +78,7 @@ class _Discovery:
                     self._make_exact(batch)
                 self._find_head()
         except BaseException:
-            for handle in [*self.handles, *self._handles_of_split()]:
+            for handle in [*self.handles, *self._hooks_of_kinds()]:
                 handle.remove()
             raise
         finally:
@@ -83,22 +86,22 @@ class _Discovery:
                 _restore(module, *saved)
             self.attachment.exchanges = exchanges
         self._report()
-        return self.handles + self._handles_of_split()
+        return self.handles + self._hooks_of_kinds()
 
     def _report(self):
         if dist.get_rank() != 0:
             return
         name, attachment = type(self.model).__name__, self.attachment
         if attachment.split:
-            logger.info("%s exchanges around the scans and convolutions of %s", name, _briefly(attachment.split))
+            logger.info("%s exchanges inside of %s, which mix positions by themselves", name, _briefly(attachment.split))
         if attachment.gathered:
             held = not any(getattr(module, "gradient_checkpointing", False) for module in self.names)
             hint = " and holds its activations until backward; gradient_checkpointing=True frees them layer by layer"
             modules = _briefly(attachment.gathered)
             logger.warning("%s runs %s on the whole row, on every rank%s", name, modules, hint if held else "")
 
-    def _handles_of_split(self):
-        return [handle for handles in self.split.values() for handle in handles]
+    def _hooks_of_kinds(self):
+        return [handle for handles in self.hooks.values() for handle in handles]
 
     def _rows(self):
         length = self.tokens.shape[1]
@@ -124,7 +127,14 @@ class _Discovery:
             trace.run(self._cut(batch))
             author, why, error = self._agree(trace)
             if author is None:
-                return self._look(reference, trace)
+                self._look(reference, trace)
+                # What could not be split after all costs less if its inputs are gathered.
+                halved = [kind for kind, undone in self.undone.items() if not self._everywhere(not undone)]
+                if not halved:
+                    return
+                for kind in halved:
+                    self._next_way(kind, batch)
+                continue
             self._run_whole(author, why, error, reference, trace, batch)
         raise ValueError(f"{type(self.model).__name__} could not be made exact in {_ROUNDS} rounds; last: {why}.")
 
@@ -201,39 +211,63 @@ class _Discovery:
             self.found[author] = why
             self.attachment.gathered.append(f"{self.names[author] or name} around its layers")
             self.handles += self.whole.run_body(author, layers)
+            self._forget_ways()  # What they were given was not right.
             return
-        kind = _kind(author)
-        alike = [module for module in self.names if _kind(module) == kind]
-        if self._split(kind, alike, batch):
-            return
-        for module in alike:
-            self.found[module], self.dims[module] = why, {}
-            self.handles += self.whole.run_whole(module, self.dims[module])
-            self.attachment.gathered.append(self.names[module])
-            self.handles += [handle for layer in self._around(module) for handle in self.whole.hold_row(layer)]
+        self.why = why
+        self._next_way(_kind(author), batch)
         self._look(reference, trace)
 
-    def _split(self, kind, alike, batch):
-        """Whether modules of this kind, not tried before, run on their shards from now on, exchanging where they mix."""
-        if kind in self.split:
-            for handle in self.split.pop(kind):
-                handle.remove()
-            self.split[kind] = []
-            self.attachment.split = [
-                name for name in self.attachment.split if name not in {self.names[m] for m in alike}
-            ]
-            return False
-        self.split[kind] = []
+    def _next_way(self, kind, batch):
+        """Let all modules of a kind go the next way that they can."""
+        alike = [module for module in self.names if _kind(module) == kind]
+        ways = self.ways.setdefault(kind, [self._exchange_around_functions, self._spread, self._gather])
+        for handle in self.hooks.pop(kind, []):
+            handle.remove()
+        names, attachment = {self.names[module] for module in alike}, self.attachment
+        attachment.split = [name for name in attachment.split if name not in names]
+        self.undone.pop(kind, None)
+        hooks = None
+        while hooks is None:
+            hooks = ways.pop(0)(kind, alike, batch)
+        for module in alike:
+            hooks += [handle for layer in self._around(module) for handle in self.whole.hold_row(layer)]
+        self.hooks[kind] = hooks
+
+    def _forget_ways(self):
+        for handle in self._hooks_of_kinds():
+            handle.remove()
+        for module in self.dims:
+            self.found.pop(module, None)
+        for state in (self.ways, self.hooks, self.undone, self.dims):
+            state.clear()
+        names = set(self.names.values())
+        self.attachment.split = []
+        self.attachment.gathered = [name for name in self.attachment.gathered if name not in names]
+
+    def _exchange_around_functions(self, kind, alike, batch):
         plans = self.mixers.study(alike, lambda: self.entry(**batch), batch["input_ids"].shape[1])
         mine = {self.names[module]: repr(plan) for module, plan in plans.items()}
         others = self._from_all(mine)
         if len(plans) < len(alike) or any(other != mine for other in others):
-            return False
+            return None
+        self.attachment.split += [self.names[module] for module in alike]
+        return [handle for module in alike for handle in self.mixers.exchange(module, plans[module])]
+
+    def _spread(self, kind, alike, batch):
+        self.undone[kind] = []
+        self.attachment.split += [self.names[module] for module in alike]
+        return self._on_whole_row(alike, self.undone[kind])
+
+    def _gather(self, kind, alike, batch):
+        self.attachment.gathered += [self.names[module] for module in alike]
         for module in alike:
-            self.split[kind] += self.mixers.exchange(module, plans[module])
-            self.split[kind] += [handle for layer in self._around(module) for handle in self.whole.hold_row(layer)]
-            self.attachment.split.append(self.names[module])
-        return True
+            self.found[module] = self.why
+        return self._on_whole_row(alike)
+
+    def _on_whole_row(self, modules, undone=None):
+        for module in modules:
+            self.dims.setdefault(module, {})
+        return [handle for module in modules for handle in self.whole.run_whole(module, self.dims[module], undone)]
 
     def _look(self, reference, trace):
         """Learn, from all ranks, where the sequence lies in the arguments of the modules that run whole; whether it is news."""

@@ -37,6 +37,10 @@ def trial(group, device):
         _trial.reset(token)
 
 
+def on_trial() -> bool:
+    return _trial.get() is not None
+
+
 def meet(*what):
     """Announce a collective: `what` is equal on all ranks that are about to enter the same one."""
     if _trial.get() is not None and not _tell(what):

@@ -20,6 +20,7 @@ from .around import around
 from .documents import DocumentMask
 from .gather import gather_sequence
 from .row import ROW_KEY, current_row, hold, release
+from .spread import Ranks, Spread
 
 # What discovery saw of an argument or result: the dimension that is as long as the row; `None` when there is none;
 # "mask" for the 2-D padding mask; "absent" for positions that the model counts by itself when the user gives none.
@@ -37,16 +38,28 @@ class Whole:
         self._attachment = attachment
         self._entered = []
         self._bodies = []
+        self._mixing = []
 
-    def run_whole(self, module, dims):
-        """Returns the handles. `dims`: path of an argument or result -> what discovery saw there (see `Where`)."""
+    def run_whole(self, module, dims, undone=None):
+        """Returns the handles.
+
+        Args:
+            dims (`dict`): path of an argument or result -> what discovery saw there (see `Where`).
+            undone (`list`, *optional*): given, nothing is gathered that need not be: `module` computes with `Spread`s, and
+                what had to run on the whole row after all is noted here.
+        """
 
         def enter(module, args, kwargs):
             row = self._row(module, kwargs)
             if row is None:
                 return self._enter(module, None)
             self._refuse_lost_row(module, kwargs)
-            args, kwargs = self._gather(module, args, kwargs, row, dims, _seen(row))
+            spread = None
+            # torch.compile cannot follow what is no tensor.
+            if undone is not None and not torch.compiler.is_compiling():
+                attachment, shard = self._attachment, row.padded // self._attachment.size
+                spread = Ranks(attachment.group, attachment.rank, attachment.size, _seen(row), shard, undone)
+            args, kwargs = self._gather(module, args, kwargs, row, dims, _seen(row), spread)
             if takes(module, "cu_seq_lens_q"):
                 kwargs.update(row.boundaries)
             kwargs.pop(ROW_KEY, None)
@@ -57,7 +70,10 @@ class Whole:
             row = self._leave(module)
             return output if row is None else self._cut(output, row, dims, _seen(row))
 
-        return around(module, enter, leave)
+        handles = [*around(module, enter, leave), _Member(self._mixing, module)]
+        if undone is not None:
+            handles += _shards_inside(module, dims, self._mixing)
+        return handles
 
     def run_body(self, module, layers):
         """Returns the handles: `module`'s own code sees the whole row, each of `layers` its shard."""
@@ -133,7 +149,7 @@ class Whole:
         if ROW_KEY not in kwargs:
             self._attachment.row_outside_kwargs(module, current_row())
 
-    def _gather(self, module, args, kwargs, row, dims, length=None):
+    def _gather(self, module, args, kwargs, row, dims, length=None, spread=None):
         shard, length = row.padded // self._attachment.size, row.padded if length is None else length
 
         def gather(path, value):
@@ -153,6 +169,8 @@ class Whole:
                 return row.position_ids[(0,) * max(row.position_ids.dim() - value.dim(), 0)][..., :length]
             dim = where if path in dims and where != "absent" else _sequence_dim(value, shard)
             if dim is not None and value.dim() > dim and value.shape[dim] == shard:
+                if spread is not None and value.is_floating_point() and value.dim() > 2:
+                    return Spread.of_shard(value, dim, spread)
                 value = gather_sequence(value, self._attachment.group, dim)
             return _shorten(value, row.padded, length).contiguous()
 
@@ -194,6 +212,65 @@ class Whole:
             return value.narrow(dim, self._attachment.rank * shard, shard)
 
         return map_arguments(cut, module, args, kwargs)
+
+
+def _shards_inside(module, dims, mixing):
+    """Handles: of what is a `Spread` inside of `module`, children with parameters, and whoever called it, see the shard.
+
+    An engine's hooks around the children, and around the module, were there before; they are to see tensors.
+
+    Args:
+        mixing (`list`): modules that know more than one position each, and see the row.
+    """
+
+    def keep_shards(module, args, output):
+        def shard(path, value):
+            if not isinstance(value, Spread):
+                return value
+            dim = dims.get(path, 1)
+            return value.whole() if dim is None else value.to_shard(dim)
+
+        return tree_map(shard, output, "out")
+
+    called = []
+
+    def enter(child, args, kwargs):
+        given = []
+
+        def shard(path, value):
+            if not isinstance(value, Spread):
+                return value
+            given.append(value if value.by_row else value.clear_of(value.held_dim))
+            return given[-1].flattened()
+
+        if not any(inner in mixing for inner in child.modules()):
+            args, kwargs = tree_map(shard, tuple(args)), tree_map(shard, kwargs)
+        called.append(given[0] if given else None)
+        return args, kwargs
+
+    def leave(child, args, output):
+        given = called.pop()
+        return output if given is None else tree_map(lambda _, value: given.like(value), output)
+
+    handles = [module.register_forward_hook(keep_shards, prepend=True)]
+    for child in module.modules():
+        if child is not module and any(True for _ in child.parameters()):
+            handles.append(child.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+            handles.append(child.register_forward_hook(leave, always_call=True))
+    return handles
+
+
+class _Member:
+    """A handle of a module's place in a list."""
+
+    def __init__(self, members, module):
+        self._members, self._module = members, module
+        members.append(module)
+
+    def remove(self):
+        if self._module is not None:
+            self._members.remove(self._module)
+            self._module = None
 
 
 def map_arguments(function, module, args, kwargs):

@@ -1,0 +1,219 @@
+"""Operations on a tensor that is held in part (hf_ulysses/spread.py) against the same operations on the whole one."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from hf_ulysses.spread import Ranks, Spread
+from hf_ulysses.trial import trial
+
+B, S, H, D = 2, 10, 6, 4
+
+
+def heads(x):
+    return x.view(x.shape[0], x.shape[1], -1, D).transpose(1, 2)
+
+
+def attention(x, w):
+    query, key, value = (heads(F.linear(x, w[i])) for i in ("q", "k", "v"))
+    scores = query @ key.transpose(-1, -2) / math.sqrt(D) + w["mask"]
+    return (scores.softmax(-1) @ value).transpose(1, 2).reshape(x.shape[0], x.shape[1], -1) @ w["o"]
+
+
+def merged_into_the_batch(x, w):
+    size = (x.shape[0] * H, -1, D)
+    query, key, value = (heads(F.linear(x, w[i])).reshape(*size) for i in ("q", "k", "v"))
+    scores = torch.baddbmm(w["alibi"], query, key.transpose(1, 2), beta=0.5, alpha=0.3)
+    scores = scores.view(x.shape[0], H, S, -1) + w["mask"]
+    weights = F.softmax(scores, dim=-1, dtype=torch.float64).to(x.dtype).view(x.shape[0] * H, S, -1)
+    return torch.bmm(weights, value).view(x.shape[0], H, S, D).permute(0, 2, 1, 3).reshape(x.shape[0], S, H * D)
+
+
+def one_key_head(x, w):
+    query = heads(F.linear(x, w["q"]))
+    key, value = (heads(F.linear(x, w[i][:D])) for i in ("k", "v"))
+    return ((query @ key.transpose(-1, -2) + w["mask"]).softmax(-1) @ value).transpose(1, 2).flatten(2)
+
+
+def repeated_heads(x, w):
+    query = heads(F.linear(x, w["q"]))
+    key, value = (heads(F.linear(x, w[i][: 3 * D])) for i in ("k", "v"))
+    key, value = (t[:, :, None].expand(B, 3, 2, S, D).reshape(B, H, S, D) for t in (key, value))
+    return ((query @ key.transpose(2, 3)).softmax(-1) @ value).transpose(1, 2).flatten(2)
+
+
+def sdpa(x, w):
+    query = heads(F.linear(x, w["q"]))
+    key, value = (heads(F.linear(x, w[i][: 3 * D])) for i in ("k", "v"))
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=w["mask"] + w["bias"], enable_gqa=True)
+    return out.transpose(1, 2).reshape(B, S, H * D)
+
+
+def rotary(x, w):
+    query, cos, sin = heads(x), w["cos"][:, None], w["cos"][:, None].square()
+    half = torch.cat((-query[..., D // 2 :], query[..., : D // 2]), dim=-1)
+    return (query * cos + half * sin).transpose(1, 2).flatten(2)
+
+
+def sinks(x, w):
+    query = heads(x)
+    scores = torch.cat([query @ query.mT, w["sink"].reshape(1, -1, 1, 1).expand(B, -1, S, -1)], dim=-1)
+    return (scores.softmax(-1)[..., :-1] @ query).transpose(1, 2).flatten(2)
+
+
+def blocks(x, w):
+    query, out, state = heads(x), [], torch.zeros(B, H, D, D, dtype=x.dtype)
+    for start in range(0, S, 4):
+        q = query[:, :, start : start + 4]
+        out.append(torch.matmul(q, state) + (q @ q.transpose(-1, -2) * w["bias"][:, :, :1, :1]) @ q)
+        state = state * w["sink"][:, None, None] + q.transpose(-1, -2) @ q
+    return torch.cat(out, dim=-2).transpose(1, 2).reshape(B, S, -1)
+
+
+def scan(x, w):
+    out, state = torch.zeros_like(x), 0
+    for t in range(S):
+        state = state * 0.5 + x[:, t] * w["gain"]
+        out[:, t] = state
+    return out
+
+
+def indexer(x, w):
+    q, k = x.view(B, S, H, D), F.linear(x, w["q"][:D])
+    scores = torch.relu(q @ k.transpose(-1, -2).unsqueeze(1))
+    scores = torch.matmul(x[..., None, :H], scores).squeeze(-2) + w["mask"][0]
+    return scores, scores.topk(3, dim=-1).indices
+
+
+def sparse(x, w):
+    scores, chosen = indexer(x, w)
+    hidden = chosen.new_ones((B, S, S), dtype=torch.bool).scatter(-1, chosen, False).unsqueeze(1)
+    query = heads(x)
+    scores = (query @ query.mT).masked_fill(hidden, -1e9)
+    return (scores.softmax(-1) @ query).transpose(1, 2).flatten(2) + scores.gather(-1, chosen[:, None].expand(-1, H, -1, -1)).sum((1, 3))[..., None]
+
+
+def in_place(x, w):
+    scores = heads(x) @ heads(x).mT
+    scores /= 2
+    scores += w["mask"]
+    probabilities = torch.nn.functional.dropout(scores.softmax(-1), 0.0)
+    return (probabilities @ heads(x)).transpose(1, 2).contiguous().view(B, S, -1)
+
+
+def pieces(x, w):
+    first, second = (x * 2).chunk(2, dim=-1)
+    third, fourth, fifth = torch.split(x.unflatten(-1, (H, D)), [2, 1, 3], dim=2)
+    stacked = torch.stack([first, second], 2).flatten(2)
+    return stacked + torch.cat([fifth, fourth, third], 2).flatten(2) + F.layer_norm(x, (H * D,), w["gain"])
+
+
+def rows_as_batch(x, w):
+    flat = torch.addmm(w["gain"], x.view(-1, H * D), w["o"])
+    return flat.view(B, S, -1).where(x > 0, 0.1)
+
+
+def whole_at_last(x, w):
+    return torch.fft.fft(x, dim=1).real + x.mean()
+
+
+SPLIT = [attention, merged_into_the_batch, one_key_head, repeated_heads, sdpa, rotary, sinks, blocks, sparse]
+SPLIT += [in_place, pieces, rows_as_batch]
+
+
+def weights():
+    generator = torch.Generator().manual_seed(1)
+    new = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator) * 0.5  # noqa: E731
+    named = {name: new(H * D, H * D) for name in "qkvo"}
+    named |= dict(alibi=new(B * H, 1, S), bias=new(1, H, S, S), cos=new(B, S, D), sink=new(H), gain=new(H * D))
+    named = {name: tensor.requires_grad_() for name, tensor in named.items()}
+    causal = torch.full((S, S), -1e9, dtype=torch.float64).triu(1)
+    return {**named, "mask": causal[None, None].expand(B, 1, S, S)}
+
+
+def reference(function):
+    x, w = torch.randn(B, S, H * D, dtype=torch.float64, generator=torch.Generator().manual_seed(2)), weights()
+    out = function(x.requires_grad_(), w)
+    (out * direction()).sum().backward()
+    return x, out, w
+
+
+def direction():
+    return torch.randn(B, S, H * D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def compared(function):
+    """The largest difference of output, input gradient and parameter gradients; and what ran on the whole row."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    x, expected, expected_weights = reference(function)
+    shard = -(-S // size)
+    ranks = Ranks(dist.group.WORLD, rank, size, S, shard)
+    rows = slice(min(rank * shard, S), min((rank + 1) * shard, S))
+    real = rows.stop - rows.start
+
+    def cut(tensor):
+        return torch.cat([tensor[:, rows], torch.zeros(B, shard - real, *tensor.shape[2:], dtype=tensor.dtype)], 1)
+
+    w, local = weights(), cut(x.detach()).requires_grad_()
+    out = function(Spread.of_shard(local, 1, ranks), w)
+    out = out.to_shard(1) if isinstance(out, Spread) else cut(out)
+    (out[:, :real] * direction()[:, rows]).sum().backward()
+    differences = [(out[:, :real] - expected[:, rows]).abs().max() if real else torch.zeros(())]
+    differences.append((local.grad[:, :real] - x.grad[:, rows]).abs().max() if real else torch.zeros(()))
+    for name, weight in w.items():
+        if weight.requires_grad:
+            grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            dist.all_reduce(grad)
+            other = expected_weights[name].grad
+            differences.append((grad - (torch.zeros_like(grad) if other is None else other)).abs().max())
+    return max(float(d) for d in differences), ranks.undone
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("function", SPLIT, ids=lambda f: f.__name__)
+def test_operations_are_split(ranks, size, function):
+    for difference, undone in ranks(size).run(compared, function):
+        assert difference < 1e-11 and not undone, (difference, undone)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_not_known_runs_on_the_whole_row(ranks, size):
+    for difference, undone in ranks(size).run(compared, whole_at_last):
+        assert difference < 1e-11 and [entry.split(":")[0] for entry in undone] == ["fft_fft", "mean"]
+
+
+def writes_a_position():
+    with pytest.raises(TypeError, match="writes to a tensor that is held in part"):
+        compared(scan)
+
+
+def test_what_is_held_by_rows_is_not_written_to_by_position(ranks):
+    ranks(2).run(writes_a_position)
+
+
+class Zeros(torch.autograd.Function):
+    """Fills a tensor of its own, as kernels' wrappers do: nothing that it is given is a tensor to autograd."""
+
+    @staticmethod
+    def forward(ctx, x):
+        out = torch.zeros(x.shape, dtype=x.dtype)
+        out[:, 0] = x[:, 0]
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def given_to_an_autograd_function():
+    local = torch.ones(B, S // 2, H * D)
+    spread = Spread.of_shard(local, 1, Ranks(dist.group.WORLD, dist.get_rank(), 2, S, S // 2))
+    with pytest.raises(TypeError, match="an autograd function"), trial(dist.group.WORLD, local.device):
+        Zeros.apply(spread)
+
+
+def test_autograd_functions_are_refused(ranks):
+    ranks(2).run(given_to_an_autograd_function)
