@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from .heads import share_heads
-from .whole import tree_map
+from .trees import tree_map
 
 
 @dataclass(frozen=True)

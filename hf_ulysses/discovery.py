@@ -62,7 +62,7 @@ class _Discovery:
         self.found, self.dims = {}, {}
         # Kind of module -> the ways that are left to it, the handles of the one it goes, and what that could not split.
         self.ways, self.hooks, self.undone = {}, {}, {}
-        self.handles = []
+        self.handles, self.may_spread = [], True
         # An odd number of tokens per shard, so that blocks of positions lie across its edges.
         length = _short_length(getattr(model, "config", None), attachment.size)
         self.tokens = tokens[:1].repeat(1, -(-length // tokens.shape[1]))[:, :length].contiguous()
@@ -74,8 +74,12 @@ class _Discovery:
         try:
             # Eagerly: torch.compile would specialize on short rows, and on the hooks that watch them.
             with torch.no_grad(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
-                for batch in self._rows():
-                    self._make_exact(batch)
+                try:
+                    self._make_all_exact()
+                except ValueError:
+                    # What is held in part inside of a module is one thing more to go wrong.
+                    self._start_over()
+                    self._make_all_exact()
                 self._find_head()
         except BaseException:
             for handle in [*self.handles, *self._hooks_of_kinds()]:
@@ -93,7 +97,9 @@ class _Discovery:
             return
         name, attachment = type(self.model).__name__, self.attachment
         if attachment.split:
-            logger.info("%s exchanges inside of %s, which mix positions by themselves", name, _briefly(attachment.split))
+            logger.info(
+                "%s exchanges inside of %s, which mix positions by themselves", name, _briefly(attachment.split)
+            )
         if attachment.gathered:
             held = not any(getattr(module, "gradient_checkpointing", False) for module in self.names)
             hint = " and holds its activations until backward; gradient_checkpointing=True frees them layer by layer"
@@ -115,6 +121,17 @@ class _Discovery:
             positions = [torch.arange(b - a, device=self.tokens.device) for a, b in zip(cuts, cuts[1:])]
             yield {"input_ids": self.tokens, "position_ids": torch.cat(positions)[None]}
 
+    def _make_all_exact(self):
+        for batch in self._rows():
+            self._make_exact(batch)
+
+    def _start_over(self):
+        for handle in self.handles:
+            handle.remove()
+        self._forget_ways()
+        self.handles, self.attachment.gathered, self.may_spread = [], [], False
+        self.found.clear()
+
     def _make_exact(self, batch):
         reference = Trace(self, batch, None)
         reference.run(batch)
@@ -133,6 +150,9 @@ class _Discovery:
                 if not halved:
                     return
                 for kind in halved:
+                    logger.info(
+                        "%s could not be split: %s", kind[0].__name__, "; ".join(sorted(set(self.undone[kind])))
+                    )
                     self._next_way(kind, batch)
                 continue
             self._run_whole(author, why, error, reference, trace, batch)
@@ -214,18 +234,15 @@ class _Discovery:
             self._forget_ways()  # What they were given was not right.
             return
         self.why = why
+        logger.info("%s (%s): %s", self.names[author], name, why)
         self._next_way(_kind(author), batch)
         self._look(reference, trace)
 
     def _next_way(self, kind, batch):
         """Let all modules of a kind go the next way that they can."""
-        alike = [module for module in self.names if _kind(module) == kind]
-        ways = self.ways.setdefault(kind, [self._exchange_around_functions, self._spread, self._gather])
-        for handle in self.hooks.pop(kind, []):
-            handle.remove()
-        names, attachment = {self.names[module] for module in alike}, self.attachment
-        attachment.split = [name for name in attachment.split if name not in names]
-        self.undone.pop(kind, None)
+        alike = self._drop(kind)
+        ways = [self._exchange_around_functions, *([self._spread] if self.may_spread else []), self._gather]
+        ways = self.ways.setdefault(kind, ways)
         hooks = None
         while hooks is None:
             hooks = ways.pop(0)(kind, alike, batch)
@@ -233,16 +250,24 @@ class _Discovery:
             hooks += [handle for layer in self._around(module) for handle in self.whole.hold_row(layer)]
         self.hooks[kind] = hooks
 
-    def _forget_ways(self):
-        for handle in self._hooks_of_kinds():
+    def _drop(self, kind):
+        """Undo what was done to the modules of a kind, which are returned."""
+        alike = [module for module in self.names if _kind(module) == kind]
+        for handle in self.hooks.pop(kind, []):
             handle.remove()
-        for module in self.dims:
+        self.undone.pop(kind, None)
+        names, attachment = {self.names[module] for module in alike}, self.attachment
+        attachment.split = [name for name in attachment.split if name not in names]
+        attachment.gathered = [name for name in attachment.gathered if name not in names]
+        for module in alike:
             self.found.pop(module, None)
-        for state in (self.ways, self.hooks, self.undone, self.dims):
-            state.clear()
-        names = set(self.names.values())
-        self.attachment.split = []
-        self.attachment.gathered = [name for name in self.attachment.gathered if name not in names]
+        return alike
+
+    def _forget_ways(self):
+        for kind in list(self.hooks):
+            self._drop(kind)
+        self.ways.clear()
+        self.dims.clear()
 
     def _exchange_around_functions(self, kind, alike, batch):
         plans = self.mixers.study(alike, lambda: self.entry(**batch), batch["input_ids"].shape[1])
@@ -262,6 +287,10 @@ class _Discovery:
         self.attachment.gathered += [self.names[module] for module in alike]
         for module in alike:
             self.found[module] = self.why
+        inside = {inner for module in alike for inner in module.modules()} - set(alike)
+        for other in [other for other in self.hooks if all(m in inside for m in self.names if _kind(m) == other)]:
+            self._drop(other)  # What lies inside sees the whole row, too.
+            self.ways.pop(other)
         return self._on_whole_row(alike)
 
     def _on_whole_row(self, modules, undone=None):

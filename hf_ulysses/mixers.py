@@ -26,7 +26,8 @@ from .gather import gather_sequence
 from .heads import share_heads
 from .row import ROW_KEY, current_row, hold, release
 from .seams import at_seams, stand, standing, step_aside
-from .whole import map_arguments, takes, tree_map
+from .trees import tree_map
+from .whole import map_arguments, takes
 
 # What `shard` adds, and models hand on to whoever takes keyword arguments.
 _OURS = (ROW_KEY, "shift_labels")

@@ -33,7 +33,10 @@ class CannotSplit(Exception):
 
 @dataclass
 class Ranks:
-    """Who shares a row of `length` tokens, in shards of `shard`; `undone` counts operations on the whole row."""
+    """Who shares a row of `length` tokens, in shards of `shard`.
+
+    `undone`: operations that ran on whole tensors, noted once these are more than the largest that came in, all together.
+    """
 
     group: object
     rank: int
@@ -41,6 +44,12 @@ class Ranks:
     length: int
     shard: int
     undone: list = field(default_factory=list)
+    allowed: int = 0
+
+    def undo(self, what, numel):
+        self.allowed -= numel
+        if self.allowed < 0:
+            self.undone.append(what)
 
     def is_row(self, factor):
         return factor.row and factor.size == self.length
@@ -82,6 +91,7 @@ class Spread:
 
     def __init__(self, local, dims, at, ranks):
         self.local, self.dims, self.at, self.ranks = local, tuple(tuple(group) for group in dims), at, ranks
+        self.fresh = False  # Just filled with one value, and nobody has a view of it: see `refill`.
         self._moved = {}
         expected = [factor.size for factor in self.factors]
         share = ranks.share(self.factor)
@@ -91,6 +101,7 @@ class Spread:
 
     @classmethod
     def of_shard(cls, tensor, dim, ranks):
+        ranks.allowed = max(ranks.allowed, tensor.numel() * ranks.size)
         dims = [[Factor(n)] for n in tensor.shape]
         dims[dim] = [Factor(ranks.length, row=True)]
         return cls(tensor, dims, dim, ranks)
@@ -193,6 +204,12 @@ class Spread:
             self._moved = {key: moved_together([self], [to])[0]}
         return self._moved[key]
 
+    def refill(self, to):
+        """Hold a tensor that was just filled with one value in part at factor `to` instead, before it is written to."""
+        shape, ranks = [factor.size for factor in self.factors], self.ranks
+        value = self.local.flatten()[:1].reshape([1] * len(shape)).expand(shape)
+        self.local, self.at = ranks.held(value, to, self.factors[to]).contiguous(), to
+
     def clear_of(self, *dims):
         """The same tensor, held in part in none of `dims`."""
         dims = [dim % self.dim() for dim in dims]
@@ -213,8 +230,10 @@ class Spread:
     def flattened(self):
         """What this rank holds, in as many dimensions as the whole tensor has: for what knows one position each."""
         if self.held_dim == self.dim() - 1:
-            raise TypeError(f"{self} is held in part in its last dimension")
-        return self.local.reshape([math.prod(self.local.shape[self.first(d) : self.first(d + 1)]) for d in range(self.dim())])
+            raise CannotSplit(f"{self} is held in part in its last dimension")
+        return self.local.reshape(
+            [math.prod(self.local.shape[self.first(d) : self.first(d + 1)]) for d in range(self.dim())]
+        )
 
     def like(self, tensor):
         """`tensor`, which came of `flattened()` where only the last dimension could change, as a `Spread`."""
@@ -241,6 +260,12 @@ class Spread:
         spread = self
         if self.held_dim != dim or not self.by_row:
             spread = self.merged()
+            if spread.shape[dim] == self.ranks.length and spread.held_dim != dim:
+                # Whatever it was made of.
+                row = (Factor(self.ranks.length, row=True),)
+                spread = Spread(
+                    spread.local, (*spread.dims[:dim], row, *spread.dims[dim + 1 :]), spread.at, spread.ranks
+                )
             spread = spread.moved(spread.first(dim))
         if len(spread.dims[dim]) > 1 or not spread.by_row:
             raise CannotSplit(f"dimension {dim} of {self} is not the row")

@@ -20,7 +20,8 @@ from .spread import ONE, CannotSplit, Factor, Spread, moved_together
 from .trial import on_trial
 
 _ALSO_ELEMENTWISE = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "bool", "int", "long", "copy_"}
-_ALSO_ELEMENTWISE |= {"contiguous", "detach", "dropout", "clone", "zeros_like", "ones_like", "empty_like", "full_like"}
+_ALSO_ELEMENTWISE |= {"contiguous", "detach", "dropout", "clone", "logsigmoid"}
+_FILLED = {"zeros_like", "ones_like", "full_like", "empty_like"}
 _SAME = {"truediv": "div", "rtruediv": "div", "rsub": "sub", "radd": "add", "rmul": "mul", "rpow": "pow", "rand": "and"}
 _SAME |= {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "invert": "bitwise_not", "mod": "remainder"}
 _SAME |= {"floordiv": "floor_divide", "rmatmul": "rmatmul"}
@@ -34,6 +35,8 @@ def run(function, args, kwargs):
     rule = _RULES.get(name) or (_elementwise if _is_elementwise(name) else None)
     if name in ("max", "min") and len(args) > 1 and isinstance(args[1], (Spread, torch.Tensor)):
         rule = _elementwise
+    for operand in _operands(args, kwargs):
+        operand.fresh = operand.fresh and name in ("setitem", "scatter_", "scatter_add_") and operand is args[0]
     try:
         if rule is None:
             raise CannotSplit(f"no rule for {name}")
@@ -46,7 +49,7 @@ def _on_whole(function, name, args, kwargs, error):
     if isinstance(args[0], Spread) and (name in ("setitem", "resize") or name.endswith("_")):
         raise TypeError(f"{name} writes to a tensor that is held in part: {error}") from error
     for operand in _operands(args, kwargs):
-        operand.ranks.undone.append(f"{name}: {error}")
+        operand.ranks.undo(f"{name}: {error}", operand.numel())
     return function(*_map(args), **{key: _map(value) for key, value in kwargs.items()})
 
 
@@ -77,7 +80,7 @@ def _refuse_autograd_functions():
 
 @functools.lru_cache(maxsize=None)
 def _is_elementwise(name):
-    if name in _ALSO_ELEMENTWISE:
+    if name in _ALSO_ELEMENTWISE | _FILLED:
         return True
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name else None
     overloads = packet.overloads() if packet is not None and hasattr(packet, "overloads") else ()
@@ -104,7 +107,11 @@ def _elementwise(function, *args, **kwargs):
         *(part_of.get(id(a), a) if _has_dims(a) else a for a in args),
         **{key: part_of.get(id(a), a) if _has_dims(a) else a for key, a in kwargs.items()},
     )
-    return args[0] if writes else Spread(local, dims, at, ranks)
+    if writes:
+        return args[0]
+    result = Spread(local, dims, at, ranks)
+    result.fresh = name in _FILLED
+    return result
 
 
 def _has_dims(value):
@@ -242,55 +249,50 @@ def _unbind(function, tensor, dim=0):
 
 
 def _getitem(function, tensor, index):
-    if not isinstance(tensor, Spread):
-        raise CannotSplit("an index that is held in part")
-    index = index if isinstance(index, tuple) else (index,)
-    if any(not isinstance(i, (int, slice, list, type(None), type(...))) or isinstance(i, bool) for i in index):
-        raise CannotSplit("indices that are tensors")
-    used = sum(i is not None and i is not ... for i in index)
-    gap = [slice(None)] * (tensor.dim() - used)
-    if not any(i is ... for i in index):
-        index = (*index, ...)
-    dots = next(n for n, i in enumerate(index) if i is ...)
-    index = [*index[:dots], *gap, *index[dots + 1 :]]
-    cut, d = [], 0
-    for i in index:
-        if i is not None:
-            if i != slice(None) and not (
-                isinstance(i, slice) and i.indices(tensor.shape[d]) == (0, tensor.shape[d], 1)
-            ):
-                cut.append(d)
-            d += 1
-    if len([i for i in index if isinstance(i, list)]) > 1:
-        raise CannotSplit("more than one list of indices")
+    index, cut = _spelled_out(tensor, index)
     tensor = tensor.clear_of(*cut)
     tensor = tensor.merged(*(d for d in range(tensor.dim()) if d not in cut))
-    local_index, groups, d, at, local_dim = [], [], 0, None, 0
+    local_index, groups, at, d = [], [], None, 0
     for i in index:
         if i is None:
-            local_index.append(None)
             groups.append(ONE)
-            local_dim += 1
+            local_index.append(None)
             continue
         if d not in cut:
             if tensor.held_dim == d:
-                at = local_dim + tensor.at - tensor.first(d)
-            local_index += [slice(None)] * len(tensor.dims[d])
+                at = sum(map(len, groups)) + tensor.at - tensor.first(d)
             groups.append(tensor.dims[d])
-            local_dim += len(tensor.dims[d])
+            local_index += [slice(None)] * len(tensor.dims[d])
         else:
             local_index.append(i)
             if not isinstance(i, int):
                 n = len(i) if isinstance(i, list) else len(range(*i.indices(tensor.shape[d])))
                 groups.append((Factor(n, tensor.dims[d][0].row),))
-                local_dim += 1
         d += 1
     return Spread(tensor.local[tuple(local_index)], groups, at, tensor.ranks)
 
 
-def _setitem(function, tensor, index, value):
+def _spelled_out(tensor, index):
+    """An index for every dimension (or `None` for a new one), and the dimensions of which it takes a part."""
     if not isinstance(tensor, Spread):
-        raise CannotSplit("a tensor that is not held in part")
+        raise CannotSplit("an index that is held in part")
+    index = index if isinstance(index, tuple) else (index,)
+    if any(not isinstance(i, (int, slice, list, type(None), type(...))) or isinstance(i, bool) for i in index):
+        raise CannotSplit("indices that are tensors")
+    if sum(isinstance(i, list) for i in index) > 1:
+        raise CannotSplit("more than one list of indices")
+    rest = [slice(None)] * (tensor.dim() - sum(i is not None and i is not ... for i in index))
+    dots = next((n for n, i in enumerate(index) if i is ...), len(index))
+    index = [*index[:dots], *rest, *index[dots + 1 :]]
+    taken = [i for i in index if i is not None]
+    whole = [isinstance(i, slice) and i.indices(n) == (0, n, 1) for i, n in zip(taken, tensor.shape)]
+    return index, [d for d, all_of_it in enumerate(whole) if not all_of_it]
+
+
+def _setitem(function, tensor, index, value):
+    spelled, cut = _spelled_out(tensor, index)
+    if tensor.held_dim in cut and tensor.fresh:
+        tensor.refill(tensor.clear_of(*cut).at)
     target = _getitem(None, tensor, index)
     if target.local.untyped_storage().data_ptr() != tensor.local.untyped_storage().data_ptr():
         raise CannotSplit("what is written to is held in part")
@@ -338,8 +340,10 @@ def _by_index(function, tensor, dim, index, *args, **kwargs):
     rank = tensor.dim()
     dim %= rank
     operands = [tensor, index, *source]
-    if function.__name__.endswith("_") or any(o.dim() != rank for o in operands):
-        raise CannotSplit("an index of another shape, or written in place")
+    if any(o.dim() != rank for o in operands):
+        raise CannotSplit("an index of another shape")
+    if function.__name__.endswith("_"):
+        return _written(tensor, _by_index(getattr(torch, function.__name__[:-1]), tensor, dim, index, *args, **kwargs))
     free = [d for d in range(rank) if d != dim]
     operands = [o.clear_of(dim).merged(*free) if isinstance(o, Spread) else o for o in operands]
     if any(o.shape[d] != operands[0].shape[d] for o in operands for d in free):
@@ -351,6 +355,19 @@ def _by_index(function, tensor, dim, index, *args, **kwargs):
     local = function(parts[0], place, parts[1], *(next(others) if _has_dims(a) else a for a in args), **kwargs)
     dims[dim] = (Factor(local.shape[place]),)
     return Spread(local, dims, at, ranks)
+
+
+def _written(tensor, result):
+    """`tensor`, after `result` has been written to it."""
+    if not isinstance(tensor, Spread):
+        raise CannotSplit("a tensor that is not held in part")
+    result = result.refactored(tensor.dims) if result.dims != tensor.dims else result
+    if tensor.fresh and tensor.at != result.at:
+        tensor.refill(result.at)
+    if tensor.at != result.at:
+        raise CannotSplit("what is written to is held in part")
+    tensor.local.copy_(result.local)
+    return tensor
 
 
 def _normalised(function, tensor, shape, *args, **kwargs):
@@ -481,7 +498,9 @@ def _new(function, tensor, *size, **kwargs):
     at = tensor.held_dim + tensor.at - tensor.first(tensor.held_dim)
     local_shape = [f.size for group in groups for f in group]
     local_shape[at] = tensor.local.shape[tensor.at]
-    return Spread(function(tensor.local, local_shape, *value, **kwargs), groups, at, tensor.ranks)
+    result = Spread(function(tensor.local, local_shape, *value, **kwargs), groups, at, tensor.ranks)
+    result.fresh = True
+    return result
 
 
 # -- products -----------------------------------------------------------------------------------------------------------
@@ -511,7 +530,9 @@ def _per_position(function, tensor, *weights, columns):
     return Spread(function(tensor.local, *weights), [*tensor.dims[:-1], [Factor(columns)]], tensor.at, tensor.ranks)
 
 
-def _addmm(function, bias, a, b, *, beta=1, alpha=1):
+def _addmm(function, bias, *factors, beta=1, alpha=1, **named):
+    """addmm, baddbmm: by their operands' two sets of names."""
+    a, b = [*factors, *(named[name] for name in ("mat1", "batch1", "mat2", "batch2") if name in named)]
     product = torch.matmul(a, b)
     product = product if alpha == 1 else product * alpha
     return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
@@ -601,29 +622,53 @@ def _attention(
     heads = query.shape[1]
     if enable_gqa:
         key, value = (t.repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
-    tensors = [query, key, value]
-    tensors = [t.clear_of(1) if t.held_dim == 1 and len(t.dims[1]) > 1 else t for t in tensors]
-    tensors = [t.merged(0) for t in tensors]
-    places = [t.first(1) if t.shape[1] == heads else None for t in tensors]
-    if heads < query.ranks.size or any(t.shape[1] not in (1, heads) for t in tensors):
-        raise CannotSplit(f"{heads} heads over {query.ranks.size} ranks")
-    travelling = [i for i, place in enumerate(places) if place is not None]
-    moved = moved_together([tensors[i] for i in travelling], [places[i] for i in travelling])
-    query = moved[0]
-    parts = dict(zip(travelling, (t.local.reshape(t.shape[0], -1, *t.shape[2:]) for t in moved)))
-    parts = [parts[i] if i in parts else t.whole() for i, t in enumerate(tensors)]
-    if attn_mask is not None:
-        if attn_mask.dim() < 3 or attn_mask.shape[-3] == 1:
-            attn_mask = attn_mask.whole() if isinstance(attn_mask, Spread) else attn_mask
-        elif isinstance(attn_mask, Spread):
-            attn_mask = attn_mask.clear_of(-2, -1).merged() if attn_mask.by_row else attn_mask.merged()
-            attn_mask = attn_mask.moved(attn_mask.first(attn_mask.dim() - 3)).local
-        else:
-            attn_mask = query.ranks.held(attn_mask, attn_mask.dim() - 3, query.factor)
-    local = function(*parts, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
-    batch = [factor.size for factor in query.dims[0]]
-    local = local.reshape(*batch, *local.shape[1:])
-    return Spread(local, [*query.dims[:3], [Factor(local.shape[-1])]], query.at, query.ranks)
+    operands = [query, key, value, *([attn_mask] if attn_mask is not None else [])]
+    lead = next((t for t in operands if isinstance(t, Spread) and t.held_dim == t.dim() - 3), None)
+    if lead is None:
+        if heads < query.ranks.size:
+            raise CannotSplit(f"{heads} heads over {query.ranks.size} ranks")
+        several = [i for i, t in enumerate(operands[:3]) if t.shape[1] == heads and t.by_row]
+        merged = [operands[i].merged(0) for i in several]
+        for i, moved in zip(several, moved_together(merged, [t.first(1) for t in merged])):
+            operands[i] = moved
+        lead = operands[0]
+    dims, at, ranks, parts = _alike(operands, lead, keep=(-2, -1))
+    batch, count = len(dims[0]), sum(map(len, dims[:2]))
+    parts = [part.flatten(batch, count - 1).flatten(0, batch - 1) for part in parts]
+    mask = parts[3] if attn_mask is not None else None
+    local = function(*parts[:3], attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
+    shape = [f.size for group in dims[:2] for f in group]
+    shape[at] = -1
+    local = local.reshape(*shape, *local.shape[-2:])
+    return Spread(local, [*dims[:2], query.dims[2], (Factor(local.shape[-1]),)], at, ranks)
+
+
+def _conv1d(function, tensor, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    """A convolution of each channel by itself, held by channels."""
+    if not isinstance(tensor, Spread) or tensor.dim() != 3 or not groups == tensor.shape[1] == weight.shape[0]:
+        raise CannotSplit("a convolution over channels")
+    tensor = tensor.clear_of(-1).merged()
+    if tensor.at == 1:
+        weight, bias = (None if t is None else tensor.ranks.held(t, 0, tensor.factor) for t in (weight, bias))
+        groups = tensor.local.shape[1]
+    return _wrapped(function(tensor.local, weight, bias, stride, padding, dilation, groups), tensor, [2])
+
+
+def _pad(function, tensor, pad, mode="constant", value=None):
+    dims = [tensor.dim() - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]]
+    if mode != "constant" or not dims:
+        raise CannotSplit(f"padding of mode {mode}")
+    tensor = tensor.clear_of(*dims)
+    tensor = tensor.merged(*(d for d in range(tensor.dim()) if d not in dims))
+    amounts = {tensor.first(d): pad[2 * (tensor.dim() - 1 - d) :][:2] for d in dims}
+    spelled = [n for place in reversed(range(tensor.local.dim())) for n in amounts.get(place, (0, 0))]
+    return _wrapped(function(tensor.local, spelled, mode, value), tensor, dims)
+
+
+def _index_select(function, tensor, dim, index):
+    if not isinstance(tensor, Spread) or isinstance(index, Spread):
+        raise CannotSplit("an index that is held in part")
+    return _RULES["softmax"](lambda local, place: local.index_select(place, index), tensor, dim)
 
 
 # -- the table ----------------------------------------------------------------------------------------------------------
@@ -633,7 +678,7 @@ _RULES = {
     **_along("var", "std", "flip", "all", "any", "prod", "cumprod", "sort", "argsort", "logcumsumexp", "glu"),
     **_along("topk", "repeat_interleave", position=2),
     **dict.fromkeys(("chunk", "split", "tensor_split", "split_with_sizes"), _pieces),
-    **dict.fromkeys(("gather", "scatter", "take_along_dim", "scatter_add"), _by_index),
+    **dict.fromkeys(("gather", "scatter", "scatter_", "take_along_dim", "scatter_add", "scatter_add_"), _by_index),
     **dict.fromkeys(("view", "reshape"), _view),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
     **dict.fromkeys(("expand", "broadcast_to"), _expand),
@@ -658,6 +703,9 @@ _RULES = {
     "rmatmul": _rmatmul,
     "linear": _linear,
     "scaled_dot_product_attention": _attention,
+    "conv1d": _conv1d,
+    "pad": _pad,
+    "index_select": _index_select,
     "view_as": lambda function, tensor, other: _view(None, tensor, other.shape),
     "reshape_as": lambda function, tensor, other: _view(None, tensor, other.shape),
     "expand_as": lambda function, tensor, other: _expand(None, tensor, other.shape),

@@ -9,8 +9,9 @@ import contextlib
 import torch
 
 from .row import ROW_KEY
+from .trees import tree_map
 from .trial import PeersDiffer, trial
-from .whole import map_arguments, tree_map
+from .whole import map_arguments
 
 # What cannot mix positions, so that noise is not taken for it.
 _PER_POSITION = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.Dropout)

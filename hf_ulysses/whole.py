@@ -21,6 +21,8 @@ from .documents import DocumentMask
 from .gather import gather_sequence
 from .row import ROW_KEY, current_row, hold, release
 from .spread import Ranks, Spread
+from .spread_modules import inside
+from .trees import tree_map
 
 # What discovery saw of an argument or result: the dimension that is as long as the row; `None` when there is none;
 # "mask" for the 2-D padding mask; "absent" for positions that the model counts by itself when the user gives none.
@@ -60,6 +62,8 @@ class Whole:
                 attachment, shard = self._attachment, row.padded // self._attachment.size
                 spread = Ranks(attachment.group, attachment.rank, attachment.size, _seen(row), shard, undone)
             args, kwargs = self._gather(module, args, kwargs, row, dims, _seen(row), spread)
+            if spread is not None and not spread.allowed:
+                undone.append("nothing comes in that could be held in part")
             if takes(module, "cu_seq_lens_q"):
                 kwargs.update(row.boundaries)
             kwargs.pop(ROW_KEY, None)
@@ -72,7 +76,7 @@ class Whole:
 
         handles = [*around(module, enter, leave), _Member(self._mixing, module)]
         if undone is not None:
-            handles += _shards_inside(module, dims, self._mixing)
+            handles += inside(module, dims, self._mixing, self._innermost_row)
         return handles
 
     def run_body(self, module, layers):
@@ -145,6 +149,11 @@ class Whole:
         release(token)
         return row
 
+    def _innermost_row(self, module=None):
+        """The row of the module that runs on it just now; given `module`, only if it is that one."""
+        entries = [entry for entry in self._entered if entry[2] is not None]
+        return entries[-1][2] if entries and module in (None, entries[-1][0]) else None
+
     def _refuse_lost_row(self, module, kwargs):
         if ROW_KEY not in kwargs:
             self._attachment.row_outside_kwargs(module, current_row())
@@ -214,52 +223,6 @@ class Whole:
         return map_arguments(cut, module, args, kwargs)
 
 
-def _shards_inside(module, dims, mixing):
-    """Handles: of what is a `Spread` inside of `module`, children with parameters, and whoever called it, see the shard.
-
-    An engine's hooks around the children, and around the module, were there before; they are to see tensors.
-
-    Args:
-        mixing (`list`): modules that know more than one position each, and see the row.
-    """
-
-    def keep_shards(module, args, output):
-        def shard(path, value):
-            if not isinstance(value, Spread):
-                return value
-            dim = dims.get(path, 1)
-            return value.whole() if dim is None else value.to_shard(dim)
-
-        return tree_map(shard, output, "out")
-
-    called = []
-
-    def enter(child, args, kwargs):
-        given = []
-
-        def shard(path, value):
-            if not isinstance(value, Spread):
-                return value
-            given.append(value if value.by_row else value.clear_of(value.held_dim))
-            return given[-1].flattened()
-
-        if not any(inner in mixing for inner in child.modules()):
-            args, kwargs = tree_map(shard, tuple(args)), tree_map(shard, kwargs)
-        called.append(given[0] if given else None)
-        return args, kwargs
-
-    def leave(child, args, output):
-        given = called.pop()
-        return output if given is None else tree_map(lambda _, value: given.like(value), output)
-
-    handles = [module.register_forward_hook(keep_shards, prepend=True)]
-    for child in module.modules():
-        if child is not module and any(True for _ in child.parameters()):
-            handles.append(child.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
-            handles.append(child.register_forward_hook(leave, always_call=True))
-    return handles
-
-
 class _Member:
     """A handle of a module's place in a list."""
 
@@ -279,18 +242,6 @@ def map_arguments(function, module, args, kwargs):
     names += [f"*{i}" for i in range(len(args))]
     args = tuple(tree_map(function, value, name) for name, value in zip(names, args))
     return args, {name: tree_map(function, value, name) for name, value in kwargs.items()}
-
-
-def tree_map(function, value, path=""):
-    """`function(path, leaf)` over nested tuples, lists and mappings (model outputs too), of the same types."""
-    if isinstance(value, dict):
-        items = {key: tree_map(function, item, f"{path}.{key}") for key, item in value.items()}
-        return type(value)(**items) if type(value) is not dict else items
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(tree_map(function, item, f"{path}[{i}]") for i, item in enumerate(value)))
-    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        return type(value)(tree_map(function, item, f"{path}[{i}]") for i, item in enumerate(value))
-    return function(path, value)
 
 
 def _sequence_dim(tensor, length):

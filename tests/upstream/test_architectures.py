@@ -26,15 +26,14 @@ MUST_HOLD = {
     "bamba": ("mamba",),
     "falcon_h1": ("mamba",),
 }
-# What else stands between attention and exactness, and the modules that run on the whole row, in this order: an indexer, ALiBi outside of the interface, positions
-# counted behind padding, positions counted by the embedding, no interface, a decoder that scores labels as they are.
+# What else stands between attention and exactness: the modules that run on the whole row, and those that exchange inside.
 OTHERS = {
-    "deepseek_v32": ("self_attn", "indexer"),
-    "bloom": ("self_attention",),
-    "roberta": ("embeddings",),
-    "opt": ("embed_positions",),
-    "openai-gpt": ("attn",),
-    "whisper": (),
+    "deepseek_v32": ((), ("self_attn", "indexer")),  # An indexer.
+    "bloom": ((), ("self_attention",)),  # ALiBi outside of the interface.
+    "roberta": (("embeddings",), ()),  # Positions counted behind padding.
+    "opt": ((), ()),  # Positions counted by the embedding.
+    "openai-gpt": ((), ("attn",)),  # No interface.
+    "whisper": ((), ()),  # A decoder that scores labels as they are.
 }
 LAYOUTS = {2: (4, 2), 4: (6, 3)}
 
@@ -47,8 +46,9 @@ def test_exact(ranks, model_type, size):
         assert found["unpacked"]["status"] == "exact", found
         possible = ("exact",) if model_type in MUST_HOLD else ("exact", "impossible")
         assert all(found[case]["status"] in possible for case in CASES), found
-        assert _kinds(found["unpacked"]["gathered"]) == set(OTHERS.get(model_type, ()))
-        assert _kinds(found["unpacked"]["split"]) == set(MUST_HOLD.get(model_type, ()))
+        gathered, split = OTHERS.get(model_type, ((), MUST_HOLD.get(model_type, ())))
+        assert _kinds(found["unpacked"]["gathered"]) == set(gathered)
+        assert _kinds(found["unpacked"]["split"]) == set(split)
 
 
 def _kinds(modules):
@@ -64,7 +64,7 @@ def sharded_loss(change):
     with hf_ulysses.attach(model) as sp:
         part = sp.shard(batch)
         loss = sp.reduce_loss(model(**part).loss, part["shift_labels"])
-        return whole.item(), loss.item(), sp.gathered
+        return whole.item(), loss.item(), sp.gathered, sp.split
 
 
 class Convolving(torch.nn.Module):
@@ -82,10 +82,10 @@ def convolve(model):
     model.model.layers[1].mlp = Convolving(model.model.layers[1].mlp)
 
 
-def test_a_convolution_that_nobody_knows_runs_on_the_whole_row(ranks):
-    for whole, sharded, gathered in ranks(2).run(sharded_loss, convolve):
+def test_a_convolution_that_nobody_knows_exchanges(ranks):
+    for whole, sharded, gathered, split in ranks(2).run(sharded_loss, convolve):
         assert sharded == pytest.approx(whole, rel=1e-5)
-        assert gathered == ["model.layers.1.mlp"]
+        assert not gathered and split == ["model.layers.1.mlp"]
 
 
 def average_over_the_row(model):

@@ -143,7 +143,7 @@ def try_remote(folder):
     return try_model(load(folder))
 
 
-# Configuration -> what runs on the whole row, `None` where it is refused.
+# Configuration -> what mixes by itself, `None` where it is refused.
 VARIANTS = {
     "interface": ({}, []),
     "convolution": (dict(mixer="module"), ["mixer"]),
@@ -157,7 +157,7 @@ VARIANTS = {
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_remote_code(ranks, single, tmp_path, variant, size):
-    configuration, gathered = VARIANTS[variant]
+    configuration, mixing = VARIANTS[variant]
     folder = tmp_path / "remote"
     folder.mkdir()
     (folder / "modeling_remote.py").write_text(CODE)
@@ -165,9 +165,10 @@ def test_remote_code(ranks, single, tmp_path, variant, size):
     single(save, str(folder))
     for found in ranks(size).run(try_remote, str(folder)):
         for case in CASES:
-            assert found[case]["status"] == ("refused" if gathered is None else "exact"), found
-        if gathered is not None:
-            assert sorted({name.rpartition(".")[2] for name in found["unpacked"]["gathered"]}) == gathered
+            assert found[case]["status"] == ("refused" if mixing is None else "exact"), found
+        if mixing is not None:
+            assert sorted({name.rpartition(".")[2] for name in found["unpacked"]["split"]}) == mixing
+            assert not found["unpacked"]["gathered"]
 
 
 def save(folder):

@@ -1,0 +1,127 @@
+"""What runs inside of a module that computes with `Spread`s (spread.py): its children, and the engine's hooks around them.
+
+A child with parameters is taken to know one position each, as a projection, a norm or an adapter does: it runs on the
+shard, like any module outside. One that knows more is handed the `Spread`s: one that discovery has found to mix, that
+gets the row's positions or masks as well, or whose input is not held by rows.
+
+Engines hang hooks on every module: they gather parameters, and free them after backward. These are to see tensors.
+
+    ours: Spread -> tensor | the engine's hooks | ours: tensor -> Spread, if that is what the child gets | forward
+"""
+
+import torch
+
+from .row import hold, release
+from .spread import CannotSplit, Spread
+from .trees import leaves, tree_map
+
+
+def inside(module, dims, mixing, row_of) -> list:
+    """Returns the handles.
+
+    Args:
+        module (`torch.nn.Module`): what is handed `Spread`s.
+        dims (`dict`): path of a result -> its sequence dimension.
+        mixing (`list[torch.nn.Module]`): the modules that discovery has found to mix, as they are at the time.
+        row_of (`Callable`): the row that `module` runs on, if nothing inside of it does; without an argument, that of the
+            innermost that runs on one.
+    """
+
+    def leave_module(module, args, output):
+        if row_of(module) is None:
+            return output  # Inside of another.
+
+        def shard(path, value):
+            if not isinstance(value, Spread):
+                return value
+            if sum(n == value.ranks.length for n in value.shape) > 1:
+                return value  # Attention weights: few look at them, and they are large.
+            dim = dims.get(path, 1)
+            return value.whole() if dim is None else value.to_shard(dim)
+
+        return tree_map(shard, output, "out")
+
+    handles = [module.register_forward_hook(leave_module, prepend=True)]
+    for child in module.modules():
+        if child is not module and any(True for _ in child.parameters()):
+            handles += _Child(mixing, row_of).around(child)
+    return handles
+
+
+class _Child:
+    """The hooks of one child; `calls`: what is running, the innermost last."""
+
+    def __init__(self, mixing, row_of):
+        self.mixing, self.row_of, self.calls = mixing, row_of, []
+
+    def around(self, child):
+        return [
+            child.register_forward_pre_hook(self.before_engine, with_kwargs=True, prepend=True),
+            child.register_forward_pre_hook(self.after_engine, with_kwargs=True),
+            child.register_forward_hook(self.before_engine_leaves, prepend=True),
+            child.register_forward_hook(self.after_engine_left, always_call=True),
+        ]
+
+    def before_engine(self, child, args, kwargs):
+        given = [value for value in leaves((args, kwargs)) if isinstance(value, Spread)]
+        call = _Call() if given else None
+        self.calls.append(call)
+        if call is None:
+            return None
+        if not self._knows_the_row(child, given, leaves((args, kwargs))):
+            try:
+                given = [_by_rows(spread) for spread in given]
+                shards = iter([spread.flattened() for spread in given])
+            except CannotSplit:
+                pass
+            else:
+                call.like, call.token = given[0], hold(self.row_of())
+                return tree_map(lambda _, v: next(shards) if isinstance(v, Spread) else v, (tuple(args), kwargs))
+        return tree_map(call.take_apart, (tuple(args), kwargs))
+
+    def _knows_the_row(self, child, given, values):
+        length = given[0].ranks.length
+        return any(torch.is_tensor(value) and length in value.shape for value in values) or any(
+            inner in self.mixing for inner in child.modules()
+        )
+
+    def after_engine(self, child, args, kwargs):
+        call = self.calls[-1]
+        return tree_map(call.put_together, (tuple(args), kwargs)) if call is not None and call.apart else None
+
+    def before_engine_leaves(self, child, args, output):
+        call = self.calls[-1]
+        if call is None or call.like is not None:
+            return output
+        call.apart.clear()
+        return tree_map(call.take_apart, output)
+
+    def after_engine_left(self, child, args, output):
+        call = self.calls.pop()
+        if call is None:
+            return output
+        if call.like is None:
+            return tree_map(call.put_together, output)
+        release(call.token)
+        return tree_map(lambda _, value: call.like.like(value), output)
+
+
+class _Call:
+    """`like`: the first of the `Spread`s of which the child gets the shards; else `apart` is what its tensors are parts of."""
+
+    def __init__(self):
+        self.like, self.token, self.apart = None, None, {}
+
+    def take_apart(self, path, value):
+        if not isinstance(value, Spread):
+            return value
+        self.apart[path] = value
+        return value.local
+
+    def put_together(self, path, value):
+        spread = self.apart.get(path)
+        return value if spread is None else Spread(value, spread.dims, spread.at, spread.ranks)
+
+
+def _by_rows(spread):
+    return spread if spread.by_row else spread.clear_of(spread.held_dim)

@@ -1,0 +1,175 @@
+"""Attention that calls no interface, in real models: exact, and every rank computes its heads' share of it."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import hf_ulysses
+
+from ..collectives import Collectives
+from ..models import batch_of, checkpoint, padded
+from ..tiny_models import tiny_config, tiny_model
+from .steps import assert_same, sharded, whole
+
+TOLERANCE = 2e-5
+FALCON = {
+    "alibi": dict(alibi=True),
+    "multi query": dict(multi_query=True, new_decoder_architecture=False),
+    "many keys": dict(multi_query=False, new_decoder_architecture=False, num_kv_heads="heads"),
+    "new": dict(new_decoder_architecture=True, num_kv_heads=2),
+}
+# The name of the attention module, and what of it the configuration is to change.
+MODELS = {
+    "bloom": ("self_attention", {}),
+    "mpt": ("attn", {}),
+    "gpt_neo": ("attention", {}),
+    "gpt_neox_japanese": ("attention", {}),
+    "openai-gpt": ("attn", {}),
+    "xglm": ("self_attn", {}),
+    "megatron-bert": ("self", {}),
+    "rembert": ("self", {}),
+    "doge": ("self_attn", {}),
+    "minimax": ("self_attn", {}),
+    "deepseek_v32": ("self_attn", {}),
+    **{f"falcon, {name}": ("self_attention", changes) for name, changes in FALCON.items()},
+}
+
+
+def build(kind, heads=4, kv_heads=2):
+    configuration = tiny_config(kind.partition(",")[0], heads, kv_heads)
+    for name, value in MODELS[kind][1].items():
+        setattr(configuration, name, heads if value == "heads" else value)
+    configuration._experts_implementation = "eager"
+    return tiny_model(configuration)
+
+
+def rows(length=46):
+    batch = batch_of(2, length)
+    batch["input_ids"] %= 96
+    batch["labels"] = batch["input_ids"].clone()
+    return batch
+
+
+def same(step, reference):
+    for gradients in (step.gradients, reference.gradients):
+        for name in [name for name in gradients if name.endswith(("k_proj.bias", "key.bias"))]:
+            del gradients[name]  # Zero in theory: softmax does not see what all keys have in common.
+    assert_same(step, reference, tolerance=TOLERANCE)
+
+
+class Heads(TorchDispatchMode):
+    """The heads, over all batch rows, of every softmax over positions and of every fused attention."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.length, self.counts = length, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name in ("_softmax", "_safe_softmax") and args[0].shape[-2:] == (self.length, self.length):
+            self.counts.append(args[0].numel() / self.length**2)
+        if name.startswith("_scaled_dot_product"):
+            self.counts.append(args[0].numel() / args[0].shape[-1] / self.length)
+        return function(*args, **(kwargs or {}))
+
+
+def one_process(kind, batch, heads=(4, 2), reentrant=None):
+    model = build(kind, *heads)
+    if reentrant is not None:
+        checkpoint(model, reentrant=reentrant)
+    with Heads(batch["input_ids"].shape[1]) as seen, FlopCounterMode(display=False) as flops:
+        step = whole(model, batch)
+    return step, seen.counts, flops.get_total_flops()
+
+
+def in_shards(kind, batch, heads=(4, 2), reentrant=None):
+    model = build(kind, *heads)
+    if reentrant is not None:
+        checkpoint(model, reentrant=reentrant)
+    with hf_ulysses.attach(model) as sp:
+        sp.shard(batch)
+        with Heads(batch["input_ids"].shape[1]) as seen, FlopCounterMode(display=False) as flops:
+            step = sharded(model, batch, sp)
+        kinds = [{name.rpartition(".")[2] for name in names} for names in (sp.split, sp.gathered)]
+    return step, seen.counts, flops.get_total_flops(), *kinds
+
+
+@pytest.mark.parametrize("size, heads", [(2, (4, 2)), (4, (8, 4))])
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_rank_attends_with_its_heads(ranks, kind, size, heads):
+    reference, seen, flops = ranks(1).run(one_process, kind, rows(48), heads)[0]
+    for step, mine, my_flops, split, gathered in ranks(size).run(in_shards, kind, rows(48), heads):
+        same(step, reference)
+        assert MODELS[kind][0] in split
+        assert not gathered or gathered == {"transformer around its layers"}  # Where the positions' biases are made.
+        assert seen and mine == [count / size for count in seen]
+        assert my_flops <= 1.15 * flops / size
+
+
+@pytest.mark.parametrize("kind", ["bloom", "falcon, many keys", "deepseek_v32", "minimax"])
+@pytest.mark.parametrize("case", ["uneven", "padded left"])
+def test_rows_that_do_not_divide(ranks, kind, case):
+    batch = rows(45) if case == "uneven" else padded(rows(45), real=(45, 31), side="left")
+    reference = ranks(1).run(one_process, kind, batch, (6, 3))[0][0]
+    for step, _, _, split, _ in ranks(4).run(in_shards, kind, batch, (6, 3)):
+        same(step, reference)
+        assert MODELS[kind][0] in split
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("kind", ["gpt_neo", "deepseek_v32", "falcon, new"])
+def test_gradient_checkpointing(ranks, kind, reentrant):
+    reference = ranks(1).run(one_process, kind, rows(45), (4, 2), reentrant)[0][0]
+    for step, *_, gathered in ranks(2).run(in_shards, kind, rows(45), (4, 2), reentrant):
+        same(step, reference)
+        assert not gathered
+
+
+def collectives():
+    """Of one layer, forward and backward."""
+    model = build("gpt_neo")
+    with hf_ulysses.attach(model) as sp:
+        part, counts = sp.shard(rows(45)), []
+        layer = model.transformer.h[1].attn.attention
+
+        def count(module, args, kwargs):
+            if not counts:
+                counts.append(None)
+                args = [a.detach().requires_grad_() if torch.is_tensor(a) and a.is_floating_point() else a for a in args]
+                with torch.enable_grad(), Collectives() as forward:
+                    output = module(*args, **kwargs)[0]
+                with Collectives() as backward:
+                    output.sum().backward()
+                counts[:] = [forward.counts, backward.counts]
+
+        layer.register_forward_pre_hook(count, with_kwargs=True, prepend=True)
+        model(**part)
+    return counts
+
+
+def test_collectives_of_a_layer(ranks):
+    """Query and key, then the value, then the output."""
+    for forward, backward in ranks(2).run(collectives):
+        assert forward == backward == {"alltoall_base_": 3}
+
+
+def dropped_out():
+    """What of its attention weights a rank drops in training."""
+    model, drawn = build("gpt_neo").train(), []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    with hf_ulysses.attach(model) as sp:
+        part = sp.shard(rows(46))
+        dropout = model.transformer.h[0].attn.attention.attn_dropout
+        dropout.register_forward_hook(lambda module, args, output: drawn.append(output.local == 0))
+        with sp.own_randomness():
+            model(**part)
+    return drawn[0]
+
+
+def test_ranks_drop_out_by_themselves(ranks):
+    first, second = ranks(2).run(dropped_out)
+    kept = torch.ones(first.shape[-2:]).tril().bool()  # What lies behind is masked.
+    assert 0.4 < (first == second)[..., kept].float().mean() < 0.6
