@@ -20,8 +20,7 @@ from .around import around
 from .documents import DocumentMask
 from .gather import gather_sequence
 from .row import ROW_KEY, current_row, hold, release
-from .spread import Ranks, Spread
-from .spread_modules import inside
+from .spread import Ranks, Spread, inside
 from .trees import tree_map
 
 # What discovery saw of an argument or result: the dimension that is as long as the row; `None` when there is none;

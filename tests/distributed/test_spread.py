@@ -192,19 +192,63 @@ def test_what_is_not_known_runs_on_the_whole_row(ranks, size):
         assert difference < 1e-11 and undone == ["mean: no dimension is named"]
 
 
-def written(x, w):
+def through_a_view(x, w):
+    out = x * 2
+    out[..., :3] += w["gain"][:3]
+    out.view(B, S, H, D)[:, :, 1:2].mul_(3)
+    return out
+
+
+def by_position(x, w):
     out = x.clone()
     out[:, 2] = w["gain"]
     return out
 
 
-def writes_a_position():
-    with pytest.raises(TypeError, match="writes to a tensor that is held in part"):
-        compared(written)
+def through_a_position(x, w):
+    out = x * 2
+    position = out[:, 2]
+    position += 1
+    return out
 
 
-def test_what_is_held_by_rows_is_not_written_to_by_position(ranks):
-    ranks(2).run(writes_a_position)
+def what_was_reshaped(x, w):
+    query = heads(x * 2)
+    merged = query.transpose(1, 2).reshape(B, S, H * D)
+    query += 1
+    return merged
+
+
+def what_was_made_contiguous(x, w):
+    out = x * 2
+    same = out.contiguous()
+    same += 1
+    return out
+
+
+def in_place_of_a_function(x, w):
+    out = heads(x * 2)
+    F.relu(out.flatten(2), inplace=True)
+    return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_writing_through_a_view(ranks, size):
+    for difference, undone in ranks(size).run(compared, through_a_view):
+        assert difference < 1e-11 and not undone, (difference, undone)
+
+
+def refused(function):
+    with pytest.raises(TypeError, match="writes to a tensor"):
+        compared(function)
+
+
+UNKNOWN = [by_position, through_a_position, what_was_reshaped, what_was_made_contiguous, in_place_of_a_function]
+
+
+@pytest.mark.parametrize("function", UNKNOWN, ids=lambda f: f.__name__)
+def test_writing_where_a_part_does_not_show_who_sees_it(ranks, function):
+    ranks(2).run(refused, function)
 
 
 class Zeros(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 Attention that calls no interface is projections, which know one position each, then matrix products over positions, one
 head at a time. A module that is handed a `Spread` instead of a tensor does its share of that: it sees the whole row's
-shapes, and each operation (spread_rules.py) runs on what this rank holds, after an exchange where it must.
+shapes, and each operation (rules.py) runs on what this rank holds, after an exchange where it must.
 
     held by rows     this rank's shard of the sequence, as everywhere else       projections, rotary embeddings, norms
     held by heads    the whole sequence of this rank's share of another          scores, softmax, masks
@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_all
-from .gather import gather_sequence
-from .heads import share_heads
+from ..all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_all
+from ..gather import gather_sequence
+from ..heads import share_heads
 
 
 class CannotSplit(Exception):
@@ -62,10 +62,12 @@ class Ranks:
         return share_heads(factor.size, factor.size, self.size)[rank].query
 
     def held(self, tensor, dim, factor):
-        """This rank's part of a tensor that every rank has whole; rows behind the row's end are zeros."""
+        """This rank's part of a tensor that every rank has whole; rows behind the row's end repeat its last."""
         share = self.share(factor)
-        part = tensor.narrow(dim, share.start, share.stop - share.start)
-        return padded(part, dim, self.shard) if self.is_row(factor) else part
+        if self.is_row(factor) and share.stop - share.start < self.shard:
+            tensor = padded(tensor, dim, self.size * self.shard)
+            share = slice(self.rank * self.shard, (self.rank + 1) * self.shard)
+        return tensor.narrow(dim, share.start, share.stop - share.start)
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,13 @@ class Factor:
 
     size: int
     row: bool = False
+
+
+class Memory:
+    """Shared by `Spread`s that are views of each other, as the whole tensors would be. `writable`: nothing else is, and the
+    whole tensors would not be views of more."""
+
+    writable = True
 
 
 ONE = (Factor(1),)
@@ -92,6 +101,7 @@ class Spread:
     def __init__(self, local, dims, at, ranks):
         self.local, self.dims, self.at, self.ranks = local, tuple(tuple(group) for group in dims), at, ranks
         self.fresh = False  # Just filled with one value, and nobody has a view of it: see `refill`.
+        self.memory = Memory()
         self._moved = {}
         expected = [factor.size for factor in self.factors]
         share = ranks.share(self.factor)
@@ -131,6 +141,9 @@ class Spread:
     def is_floating_point(self):
         return self.local.is_floating_point()
 
+    def is_contiguous(self):
+        return self.local.is_contiguous()
+
     def __len__(self):
         return self.shape[0]
 
@@ -148,7 +161,7 @@ class Spread:
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        from .spread_rules import run
+        from .rules import run
 
         return run(function, args, kwargs or {})
 
@@ -343,13 +356,13 @@ def _merged(group):
 
 
 def padded(tensor, dim, length):
-    """With zeros behind, so that `dim` is `length` long."""
+    """`length` long, by repeating what is last: numbers that whatever follows can stand, with a gradient of zero."""
     missing = length - tensor.shape[dim]
     if not missing:
         return tensor
-    shape = list(tensor.shape)
+    shape = [-1] * tensor.dim()
     shape[dim] = missing
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    return torch.cat([tensor, tensor.narrow(dim, tensor.shape[dim] - 1, 1).expand(shape)], dim)
 
 
 def _operator(name):

@@ -1,4 +1,4 @@
-"""What runs inside of a module that computes with `Spread`s (spread.py): its children, and the engine's hooks around them.
+"""What runs inside of a module that computes with `Spread`s (tensor.py): its children, and the engine's hooks around them.
 
 A child with parameters is taken to know one position each, as a projection, a norm or an adapter does: it runs on the
 shard, like any module outside. One that knows more is handed the `Spread`s: one that discovery has found to mix, that
@@ -11,9 +11,9 @@ Engines hang hooks on every module: they gather parameters, and free them after 
 
 import torch
 
-from .row import hold, release
-from .spread import CannotSplit, Spread
-from .trees import leaves, tree_map
+from ..row import hold, release
+from ..trees import leaves, tree_map
+from .tensor import CannotSplit, Spread
 
 
 def inside(module, dims, mixing, row_of) -> list:
