@@ -63,16 +63,16 @@ def held_alike(operands, lead=None, keep=()):
     rank = max(operand.dim() for operand in operands)
     dims = [lead.dims[d] if d in keep else common([lead, *operands], d) for d in range(-rank, 0)]
     at = sum(map(len, dims[: lead.held_dim + rank - lead.dim()])) + lead.at - lead.first(lead.held_dim)
-    factor = [f for group in dims for f in group][at]
-    if factor != lead.factor:
+    factor, ranks = [f for group in dims for f in group][at], lead.ranks
+    if factor.size != lead.factor.size or ranks.is_row(factor) != ranks.is_row(lead.factor):
         raise CannotSplit("factors that differ")
     parts = []
     for operand in operands:
         if isinstance(operand, Spread):
             parts.append(_part_of_spread(operand, dims, at, keep))
         else:
-            parts.append(_part_of_whole(operand, dims, at, lead.ranks, keep))
-    return dims, at, lead.ranks, parts
+            parts.append(_part_of_whole(operand, dims, at, ranks, keep))
+    return dims, at, ranks, parts
 
 
 def common(operands, d):

@@ -55,6 +55,8 @@ _along_one = along()
 def pieces(function, tensor, *args, **kwargs):
     """chunk, split, tensor_split: like the above, with the dimension behind."""
     dim = kwargs.pop("dim", args[1] if len(args) > 1 else 0)
+    if kwargs or not args:
+        raise CannotSplit("arguments by other names")
     return _along_one(lambda local, d: function(local, args[0], d), tensor, dim)
 
 
@@ -105,8 +107,11 @@ def _spelled_out(tensor, index):
 
 def setitem(function, tensor, index, value):
     spelled, cut = _spelled_out(tensor, index)
-    if tensor.held_dim in cut and tensor.fresh:
-        tensor.refill(tensor.clear_of(*cut).at)
+    if tensor.fresh:
+        _refill_for(tensor, spelled, cut, value)
+        tensor.fresh = False
+    if tensor.held_dim in cut and not tensor.memory.viewed:
+        tensor.take(tensor.clear_of(*cut))
     target = getitem(None, tensor, index)
     if target.local.untyped_storage().data_ptr() != tensor.local.untyped_storage().data_ptr():
         raise CannotSplit("what is written to is held in part")
@@ -114,6 +119,17 @@ def setitem(function, tensor, index, value):
         target.copy_(value)
     else:
         target.local[...] = value
+
+
+def _refill_for(tensor, index, cut, value):
+    """Hold a tensor that was just filled as what is written to it is held, if that is not where it is written to."""
+    alike = isinstance(value, Spread) and value.dim() == tensor.dim() == sum(isinstance(i, slice) for i in index)
+    dim = value.held_dim if alike else tensor.held_dim
+    single = len(tensor.dims[dim]) == 1 and (not alike or value.dims[dim] == tensor.dims[dim])
+    if single and dim not in cut:
+        tensor.refill(tensor.first(dim))
+    elif tensor.held_dim in cut:
+        tensor.refill(tensor.clear_of(*cut).at)  # Without sending what every rank knows.
 
 
 def select(function, tensor, dim, index):
@@ -178,6 +194,7 @@ def _written(tensor, result):
     result = result.refactored(tensor.dims) if result.dims != tensor.dims else result
     if tensor.fresh and tensor.at != result.at:
         tensor.refill(result.at)
+    tensor.fresh = False
     if tensor.at != result.at:
         raise CannotSplit("what is written to is held in part")
     tensor.local.copy_(result.local)

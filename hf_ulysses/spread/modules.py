@@ -120,7 +120,12 @@ class _Call:
 
     def put_together(self, path, value):
         spread = self.apart.get(path)
-        return value if spread is None else Spread(value, spread.dims, spread.at, spread.ranks)
+        if spread is None:
+            return value
+        again = Spread(value, spread.dims, spread.at, spread.ranks)
+        again.memory = spread.memory
+        again.memory.viewed = True
+        return again
 
 
 def _by_rows(spread):

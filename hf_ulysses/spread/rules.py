@@ -75,7 +75,7 @@ def _share_memory(name, base, result):
         if isinstance(base, Spread) and isinstance(view, Spread):
             same = view.local.untyped_storage().data_ptr() == base.local.untyped_storage().data_ptr()
             base.memory.writable &= name in _VIEWS and same
-            view.memory = base.memory
+            base.memory.viewed, view.memory = True, base.memory
 
 
 def _map(value):

@@ -116,15 +116,15 @@ def expand(function, tensor, *shape):
 
 
 def new_filled(function, tensor, *size, **kwargs):
-    """new_zeros and the like: held as `tensor` is where the shape allows."""
+    """new_zeros and the like: held by the row if the shape has it, else by the longest dimension; see `Spread.refill`."""
     filled = function.__name__ == "new_full"
     shape, value = (size[0], size[1:]) if filled else (size[0] if not isinstance(size[0], int) else size, ())
-    if len(shape) != tensor.dim() or shape[tensor.held_dim] != tensor.shape[tensor.held_dim]:
+    ranks = tensor.ranks
+    dim = max(range(len(shape)), key=lambda d: (shape[d] == ranks.length, shape[d]), default=None)
+    if dim is None or shape[dim] < ranks.size:
         return function(tensor.local, shape, *value, **kwargs)
-    groups = [group if d == tensor.held_dim else (Factor(n),) for d, (n, group) in enumerate(zip(shape, tensor.dims))]
-    at = tensor.held_dim + tensor.at - tensor.first(tensor.held_dim)
-    local_shape = [f.size for group in groups for f in group]
-    local_shape[at] = tensor.local.shape[tensor.at]
-    result = Spread(function(tensor.local, local_shape, *value, **kwargs), groups, at, tensor.ranks)
+    groups = [[Factor(n, row=d == dim and n == ranks.length)] for d, n in enumerate(shape)]
+    local = ranks.held(function(tensor.local, [1] * len(shape), *value, **kwargs).expand(shape), dim, groups[dim][0])
+    result = Spread(local.contiguous(), groups, dim, ranks)
     result.fresh = True
     return result

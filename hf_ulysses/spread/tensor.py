@@ -17,6 +17,8 @@ shapes, and each operation (rules.py) runs on what this rank holds, after an exc
 Gradients are those of the operations on local tensors and of the exchanges.
 """
 
+import bisect
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -79,10 +81,10 @@ class Factor:
 
 
 class Memory:
-    """Shared by `Spread`s that are views of each other, as the whole tensors would be. `writable`: nothing else is, and the
-    whole tensors would not be views of more."""
+    """Shared by `Spread`s that are views of each other, as the whole tensors would be. `viewed`: there is more than one.
+    `writable`: nothing else is a view of it, and the whole tensors would not be views of more."""
 
-    writable = True
+    writable, viewed = True, False
 
 
 ONE = (Factor(1),)
@@ -99,14 +101,15 @@ class Spread:
     """
 
     def __init__(self, local, dims, at, ranks):
-        self.local, self.dims, self.at, self.ranks = local, tuple(tuple(group) for group in dims), at, ranks
+        self.local, self.dims, self.at, self.ranks = local, tuple(map(tuple, dims)), at, ranks
+        self.factors = [factor for group in self.dims for factor in group]
+        self._firsts = [0, *itertools.accumulate(map(len, self.dims))]
         self.fresh = False  # Just filled with one value, and nobody has a view of it: see `refill`.
         self.memory = Memory()
         self._moved = {}
-        expected = [factor.size for factor in self.factors]
         share = ranks.share(self.factor)
-        expected[at] = ranks.shard if self.by_row else share.stop - share.start
-        if list(local.shape) != expected:
+        here = ranks.shard if self.by_row else share.stop - share.start
+        if list(local.shape) != [here if i == at else factor.size for i, factor in enumerate(self.factors)]:
             raise CannotSplit(f"{tuple(local.shape)} is not this rank's part of {tuple(self.shape)}")
 
     @classmethod
@@ -114,7 +117,9 @@ class Spread:
         ranks.allowed = max(ranks.allowed, tensor.numel() * ranks.size)
         dims = [[Factor(n)] for n in tensor.shape]
         dims[dim] = [Factor(ranks.length, row=True)]
-        return cls(tensor, dims, dim, ranks)
+        spread = cls(tensor, dims, dim, ranks)
+        spread.memory.viewed = True  # By whoever passed it.
+        return spread
 
     # -- what modules ask of a tensor ---------------------------------------------------------------------------------
 
@@ -168,10 +173,6 @@ class Spread:
     # -- layouts ------------------------------------------------------------------------------------------------------
 
     @property
-    def factors(self):
-        return [factor for group in self.dims for factor in group]
-
-    @property
     def factor(self):
         return self.factors[self.at]
 
@@ -181,12 +182,12 @@ class Spread:
 
     def first(self, dim):
         """The place of a dimension's first factor among all factors."""
-        return sum(len(group) for group in self.dims[:dim])
+        return self._firsts[dim]
 
     @property
     def held_dim(self):
         """The dimension that holds the factor that is held in part."""
-        return next(d for d in range(self.dim()) if self.first(d) <= self.at < self.first(d) + len(self.dims[d]))
+        return bisect.bisect_right(self._firsts, self.at) - 1
 
     def refactored(self, groups):
         """The same tensor with other factors of the same dimensions; what is held in part cannot be cut or merged."""
@@ -223,19 +224,23 @@ class Spread:
         value = self.local.flatten()[:1].reshape([1] * len(shape)).expand(shape)
         self.local, self.at = ranks.held(value, to, self.factors[to]).contiguous(), to
 
+    def take(self, spread):
+        """Become `spread`, the same tensor held elsewhere, before it is written to; nobody has a view of this one."""
+        self.local, self.at = spread.local.clone(), spread.at
+
     def clear_of(self, *dims):
         """The same tensor, held in part in none of `dims`."""
         dims = [dim % self.dim() for dim in dims]
         if self.held_dim not in dims:
             return self
-        places = [p for d in range(self.dim()) if d not in dims for p in range(self.first(d), self.first(d + 1))]
         factors, size = self.factors, self.ranks.size
-        if not self.by_row:
-            places = [p for p in places if self.ranks.is_row(factors[p])]
-        else:
-            places = [p for p in places if not factors[p].row and factors[p].size >= size]
-            # The batch last: heads are what is independent.
-            places = [p for p in places if p > 0] + [p for p in places if p == 0]
+        free = [p for d in range(self.dim()) if d not in dims for p in range(self.first(d), self.first(d + 1))]
+        rows = [p for p in free if self.ranks.is_row(factors[p])]
+        # The batch last: heads are what is independent.
+        others = [p for p in sorted(free, key=lambda p: p == 0) if factors[p].size >= size and p not in rows]
+        heads = [p for p in others if not factors[p].row]
+        # From rows to heads and back is an exchange; anything else costs a gather.
+        places = [*heads, *others] if self.by_row else [*rows, *others]
         if not places:
             raise CannotSplit(f"dimensions {dims} of {self} are needed whole")
         return self.moved(places[0])
@@ -255,7 +260,11 @@ class Spread:
         if tensor.dim() != self.dim() or tensor.shape[:-1] != self.flattened().shape[:-1]:
             raise TypeError(f"{tuple(tensor.shape)} came of {self}")
         groups = [*self.dims[:-1], (Factor(tensor.shape[-1]),)]
-        return Spread(tensor.reshape(*self.local.shape[: self.first(self.dim() - 1)], -1), groups, self.at, self.ranks)
+        result = Spread(
+            tensor.reshape(*self.local.shape[: self.first(self.dim() - 1)], -1), groups, self.at, self.ranks
+        )
+        result.memory.viewed = True  # For all that is known.
+        return result
 
     def whole(self):
         """The tensor itself, on every rank. Collective, like every move."""
@@ -289,6 +298,10 @@ class Spread:
 
 def moved_together(spreads, to):
     """Hold each of `spreads` in part at factor `to[i]` instead; those that move alike travel in one collective."""
+    for spread, place in zip(spreads, to):
+        factor, size = spread.factors[place], spread.ranks.size
+        if factor.size < size and not spread.ranks.is_row(factor):
+            raise CannotSplit(f"{factor.size} heads over {size} ranks")
     moved = [s if place == s.at else None for s, place in zip(spreads, to)]
     waiting = [i for i, done in enumerate(moved) if done is None]
     while waiting:
@@ -314,8 +327,6 @@ def _exchanged(spreads, to):
     if by_row == ranks.is_row(spreads[0].factors[to[0]]):
         return [_regathered(spread, place) for spread, place in zip(spreads, to)]
     heads = spreads[0].factors[to[0]] if by_row else spreads[0].factor
-    if heads.size < ranks.size:
-        raise CannotSplit(f"{heads.size} heads over {ranks.size} ranks")
     exchange = Exchange(
         ranks.group, ranks.rank, share_heads(heads.size, heads.size, ranks.size), (True,) * len(spreads)
     )

@@ -205,6 +205,31 @@ def by_position(x, w):
     return out
 
 
+def twice(x, w):
+    """Filled, written to for some channels of all positions, then for some positions."""
+    out = torch.zeros_like(x)
+    out[..., :3] = x[..., :3]
+    out[:, 2:4] = w["gain"]
+    return out
+
+
+def written_as_held(x, w):
+    """Written to by heads and by rows, in parts and after a scatter."""
+    blocks = heads(x) @ heads(x).mT
+    out = blocks.new_full((B, H, S, 2 * S), 2.0)
+    out[..., S:] = blocks
+    chosen = x[..., :3].new_zeros((B, S, H * D)).scatter_(-1, x[..., :2].topk(2, dim=-1).indices, 1.0)
+    return x * chosen + out.sum((1, 3))[..., None]
+
+
+def of_what_is_seen(x, w):
+    """By position, with a view by channels."""
+    out = x.clone()
+    channels = out[..., :3]
+    out[:, 2] = w["gain"]
+    return out + channels.sum()
+
+
 def through_a_position(x, w):
     out = x * 2
     position = out[:, 2]
@@ -232,9 +257,13 @@ def in_place_of_a_function(x, w):
     return out.transpose(1, 2).flatten(2)
 
 
+WRITTEN = [through_a_view, by_position, twice, written_as_held]
+
+
 @pytest.mark.parametrize("size", [2, 3])
-def test_writing_through_a_view(ranks, size):
-    for difference, undone in ranks(size).run(compared, through_a_view):
+@pytest.mark.parametrize("function", WRITTEN, ids=lambda f: f.__name__)
+def test_writing(ranks, size, function):
+    for difference, undone in ranks(size).run(compared, function):
         assert difference < 1e-11 and not undone, (difference, undone)
 
 
@@ -243,7 +272,7 @@ def refused(function):
         compared(function)
 
 
-UNKNOWN = [by_position, through_a_position, what_was_reshaped, what_was_made_contiguous, in_place_of_a_function]
+UNKNOWN = [of_what_is_seen, through_a_position, what_was_reshaped, what_was_made_contiguous, in_place_of_a_function]
 
 
 @pytest.mark.parametrize("function", UNKNOWN, ids=lambda f: f.__name__)
