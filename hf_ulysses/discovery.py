@@ -51,6 +51,10 @@ def discover(model, attachment, tokens) -> list:
     return _Discovery(model, attachment, tokens).run()
 
 
+class NotExact(ValueError):
+    """A model that cannot be made exact; on all ranks alike."""
+
+
 class _Discovery:
     def __init__(self, model, attachment, tokens):
         self.model, self.attachment, self.entry = model, attachment, attachment.entry()
@@ -62,7 +66,7 @@ class _Discovery:
         self.found, self.dims = {}, {}
         # Kind of module -> the ways that are left to it, the handles of the one it goes, and what that could not split.
         self.ways, self.hooks, self.undone = {}, {}, {}
-        self.handles, self.may_spread = [], True
+        self.handles, self.may_spread, self.changes = [], True, 0
         # An odd number of tokens per shard, so that blocks of positions lie across its edges.
         length = _short_length(getattr(model, "config", None), attachment.size)
         self.tokens = tokens[:1].repeat(1, -(-length // tokens.shape[1]))[:, :length].contiguous()
@@ -76,8 +80,8 @@ class _Discovery:
             with torch.no_grad(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
                 try:
                     self._make_all_exact()
-                except ValueError:
-                    # What is held in part inside of a module is one thing more to go wrong.
+                except NotExact:
+                    # Without what could go wrong besides: modules that compute with tensors held in part.
                     self._start_over()
                     self._make_all_exact()
                 self._find_head()
@@ -122,8 +126,12 @@ class _Discovery:
             yield {"input_ids": self.tokens, "position_ids": torch.cat(positions)[None]}
 
     def _make_all_exact(self):
-        for batch in self._rows():
-            self._make_exact(batch)
+        rows, row = list(self._rows()), 0
+        while row < len(rows):
+            changes = self.changes
+            self._make_exact(rows[row])
+            # What was changed for a later row must do for those before, too.
+            row = 0 if row and self.changes > changes else row + 1
 
     def _start_over(self):
         for handle in self.handles:
@@ -146,17 +154,15 @@ class _Discovery:
             if author is None:
                 self._look(reference, trace)
                 # What could not be split after all costs less if its inputs are gathered.
-                halved = [kind for kind, undone in self.undone.items() if not self._everywhere(not undone)]
-                if not halved:
+                undone = [kind for kind, operations in self.undone.items() if not self._everywhere(not operations)]
+                if not undone:
                     return
-                for kind in halved:
-                    logger.info(
-                        "%s could not be split: %s", kind[0].__name__, "; ".join(sorted(set(self.undone[kind])))
-                    )
+                for kind in undone:
+                    logger.info("%s cannot be split: %s", kind[0].__name__, "; ".join(self.undone[kind]))
                     self._next_way(kind, batch)
                 continue
-            self._run_whole(author, why, error, reference, trace, batch)
-        raise ValueError(f"{type(self.model).__name__} could not be made exact in {_ROUNDS} rounds; last: {why}.")
+            self._mend(author, why, error, reference, trace, batch)
+        raise NotExact(f"{type(self.model).__name__} could not be made exact in {_ROUNDS} rounds; last: {why}.")
 
     def _cut(self, batch):
         part = self.attachment.cut(batch)
@@ -210,7 +216,7 @@ class _Discovery:
         first = min((answer for answer in self._from_all(mine) if answer is not None), default=None)
         return (None, None, None) if first is None else (first[1], first[2], trace.error)
 
-    def _run_whole(self, author, why, error, reference, trace, batch):
+    def _mend(self, author, why, error, reference, trace, batch):
         if self._look(reference, trace):
             return  # Another row showed an argument that was not there before.
         author = next(module for module, name in self.names.items() if name == author)
@@ -222,7 +228,7 @@ class _Discovery:
             again, around_layers = author in self.found, True
         name, layers = type(author).__name__, _layers(author) if around_layers else []
         if again or around_layers and not layers:
-            raise ValueError(
+            raise NotExact(
                 f"{type(self.model).__name__} cannot be trained exactly over sp_size={self.attachment.size}: in {name}, "
                 f"{why}{', and running it on the whole row does not help' if again else ''}. Train it without sequence "
                 "parallelism."
@@ -231,6 +237,7 @@ class _Discovery:
             self.found[author] = why
             self.attachment.gathered.append(f"{self.names[author] or name} around its layers")
             self.handles += self.whole.run_body(author, layers)
+            self.changes += 1
             self._forget_ways()  # What they were given was not right.
             return
         self.why = why
@@ -240,6 +247,7 @@ class _Discovery:
 
     def _next_way(self, kind, batch):
         """Let all modules of a kind go the next way that they can."""
+        self.changes += 1
         alike = self._drop(kind)
         ways = [self._exchange_around_functions, *([self._spread] if self.may_spread else []), self._gather]
         ways = self.ways.setdefault(kind, ways)

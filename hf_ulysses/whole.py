@@ -62,7 +62,7 @@ class Whole:
                 spread = Ranks(attachment.group, attachment.rank, attachment.size, _seen(row), shard, undone)
             args, kwargs = self._gather(module, args, kwargs, row, dims, _seen(row), spread)
             if spread is not None and not spread.allowed:
-                undone.append("nothing comes in that could be held in part")
+                spread.undo("nothing comes in that could be held in part", 1)
             if takes(module, "cu_seq_lens_q"):
                 kwargs.update(row.boundaries)
             kwargs.pop(ROW_KEY, None)

@@ -50,7 +50,7 @@ class Ranks:
 
     def undo(self, what, numel):
         self.allowed -= numel
-        if self.allowed < 0:
+        if self.allowed < 0 and what not in self.undone and len(self.undone) < 20:
             self.undone.append(what)
 
     def is_row(self, factor):
