@@ -54,6 +54,9 @@ class _Child:
     def __init__(self, mixing, row_of):
         self.mixing, self.row_of, self.calls = mixing, row_of, []
 
+    def __deepcopy__(self, memo):
+        return self  # A copy of the model takes its hooks along; without `Spread`s they do nothing.
+
     def around(self, child):
         return [
             child.register_forward_pre_hook(self.before_engine, with_kwargs=True, prepend=True),

@@ -222,11 +222,11 @@ class Spread:
         """Hold a tensor that was just filled with one value in part at factor `to` instead, before it is written to."""
         shape, ranks = [factor.size for factor in self.factors], self.ranks
         value = self.local.flatten()[:1].reshape([1] * len(shape)).expand(shape)
-        self.local, self.at = ranks.held(value, to, self.factors[to]).contiguous(), to
+        self.local, self.at, self._moved = ranks.held(value, to, self.factors[to]).contiguous(), to, {}
 
     def take(self, spread):
         """Become `spread`, the same tensor held elsewhere, before it is written to; nobody has a view of this one."""
-        self.local, self.at = spread.local.clone(), spread.at
+        self.local, self.at, self._moved = spread.local.clone(), spread.at, {}
 
     def clear_of(self, *dims):
         """The same tensor, held in part in none of `dims`."""

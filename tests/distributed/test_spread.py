@@ -213,6 +213,15 @@ def twice(x, w):
     return out
 
 
+def between_sums(x, w):
+    """What was moved for the first sum is out of date for the second."""
+    out = x.clone()
+    out[..., :3] = w["gain"][:3]
+    before = out.cumsum(1)
+    out[:, 2] = w["gain"]
+    return before + out.cumsum(1)
+
+
 def written_as_held(x, w):
     """Written to by heads and by rows, in parts and after a scatter."""
     blocks = heads(x) @ heads(x).mT
@@ -257,7 +266,7 @@ def in_place_of_a_function(x, w):
     return out.transpose(1, 2).flatten(2)
 
 
-WRITTEN = [through_a_view, by_position, twice, written_as_held]
+WRITTEN = [through_a_view, by_position, twice, between_sums, written_as_held]
 
 
 @pytest.mark.parametrize("size", [2, 3])

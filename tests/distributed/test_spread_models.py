@@ -1,5 +1,7 @@
 """Attention that calls no interface, in real models: exact, and every rank computes its heads' share of it."""
 
+import copy
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -207,6 +209,19 @@ def test_wrapped(ranks, kind, how):
     for step in ranks(2).run(wrapped, kind, rows(45), how, True):
         # Eight bits of mantissa: 0.4 % for each rounding, of which a layer makes a dozen.
         assert_same(step, reference, tolerance=0.1 if how == "bfloat16" else TOLERANCE)
+
+
+def copied(batch):
+    model = build("deepseek_v32")
+    with hf_ulysses.attach(model) as sp:
+        sp.shard(batch)
+        return whole(copy.deepcopy(model), batch)
+
+
+def test_a_copy_is_not_attached(ranks):
+    reference = ranks(1).run(one_process, "deepseek_v32", rows(45))[0][0]
+    for step in ranks(2).run(copied, rows(45)):
+        same(step, reference)
 
 
 class Doubling(torch.autograd.Function):
