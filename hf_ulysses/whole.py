@@ -179,7 +179,7 @@ class Whole:
             if dim is not None and value.dim() > dim and value.shape[dim] == shard:
                 if spread is not None and value.is_floating_point() and value.dim() > 2:
                     return Spread.of_shard(value, dim, spread)
-                value = gather_sequence(value, self._attachment.group, dim)
+                return gather_sequence(value, self._attachment.group, dim, length).contiguous()
             return _shorten(value, row.padded, length).contiguous()
 
         return map_arguments(gather, module, args, kwargs)
@@ -204,6 +204,7 @@ class Whole:
     def _cut_for_layer(self, module, args, kwargs, row):
         """Hidden states, rotary tables and positions are cut; masks and biases, with a row of keys each, stay whole."""
         shard = row.padded // self._attachment.size
+        hidden_states = list(inspect.signature(type(module).forward).parameters)[1]
 
         def cut(path, value):
             if not torch.is_tensor(value) or isinstance(value, DocumentMask):
@@ -211,7 +212,7 @@ class Whole:
             dim = None
             if path.endswith("position_ids"):
                 dim = value.dim() - 1
-            elif value.dim() == 3 and value.shape[-1] != row.padded:
+            elif value.dim() == 3 and (value.shape[-1] != row.padded or path == hidden_states):
                 dim = 1
             elif value.dim() == 4 and value.shape[-1] != row.padded:
                 dim = 2

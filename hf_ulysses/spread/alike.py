@@ -28,7 +28,7 @@ def elementwise(function, *args, **kwargs):
     if name in ("to", "type_as") and len(args) > 1 and isinstance(args[1], (Spread, torch.Tensor)):
         return args[0].to(args[1].dtype) if isinstance(args[0], Spread) else args[0].to(args[1].local)
     operands = [a for a in (*args, *kwargs.values()) if has_dims(a)]
-    writes = name.endswith("_") and not name.endswith("__")
+    writes = name.endswith("_") and not name.endswith("__") or kwargs.get("inplace", False)
     if writes and not isinstance(args[0], Spread):
         raise CannotSplit(f"{name} on a tensor that is not held in part")
     lead = args[0] if writes else None
@@ -41,6 +41,7 @@ def elementwise(function, *args, **kwargs):
         **{key: part_of.get(id(a), a) if has_dims(a) else a for key, a in kwargs.items()},
     )
     if writes:
+        args[0].fresh = False
         return args[0]
     if not torch.is_tensor(local):
         raise CannotSplit("one answer for the whole tensor")
@@ -63,8 +64,8 @@ def held_alike(operands, lead=None, keep=()):
     rank = max(operand.dim() for operand in operands)
     dims = [lead.dims[d] if d in keep else common([lead, *operands], d) for d in range(-rank, 0)]
     at = sum(map(len, dims[: lead.held_dim + rank - lead.dim()])) + lead.at - lead.first(lead.held_dim)
-    factor, ranks = [f for group in dims for f in group][at], lead.ranks
-    if factor.size != lead.factor.size or ranks.is_row(factor) != ranks.is_row(lead.factor):
+    ranks = lead.ranks
+    if [factor for group in dims for factor in group][at].size != lead.factor.size:
         raise CannotSplit("factors that differ")
     parts = []
     for operand in operands:

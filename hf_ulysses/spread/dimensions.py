@@ -16,7 +16,7 @@ def along(position=1, keyword="dim", default=None):
         by_position = len(args) >= position
         given = args[position - 1] if by_position else given
         dims = list(given) if isinstance(given, (tuple, list)) else [given]
-        if not all(isinstance(d, int) for d in dims) or not dims:
+        if not all(isinstance(d, int) and not isinstance(d, bool) for d in dims) or not dims:
             raise CannotSplit("no dimension is named")
         dims = [d % tensor.dim() for d in dims]
         tensor = tensor.clear_of(*dims)
@@ -50,6 +50,10 @@ def _wrapped(result, tensor, dims):
 
 
 _along_one = along()
+
+
+def flip(function, tensor, *dims):
+    return _along_one(function, tensor, dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)
 
 
 def pieces(function, tensor, *args, **kwargs):
@@ -166,7 +170,11 @@ def stack(function, tensors, dim=0):
 
 def by_index(function, tensor, dim, index, *args, **kwargs):
     """gather and scatter: operands of one rank, alike but for the dimension that is indexed."""
+    if "src" in kwargs:
+        args, kwargs = (kwargs["src"], *args), {key: value for key, value in kwargs.items() if key != "src"}
     source = [a for a in args if has_dims(a)]
+    if any(has_dims(value) for value in kwargs.values()):
+        raise CannotSplit("operands by other names")
     rank = tensor.dim()
     dim %= rank
     operands = [tensor, index, *source]
@@ -211,7 +219,8 @@ def normalised(function, tensor, shape, *args, **kwargs):
 
 def conv1d(function, tensor, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
     """A convolution of each channel by itself, held by channels."""
-    if not isinstance(tensor, Spread) or tensor.dim() != 3 or not groups == tensor.shape[1] == weight.shape[0]:
+    held = [isinstance(t, Spread) for t in (tensor, weight, bias)]
+    if held != [True, False, False] or tensor.dim() != 3 or not groups == tensor.shape[1] == weight.shape[0]:
         raise CannotSplit("a convolution over channels")
     tensor = tensor.clear_of(-1).merged()
     if tensor.at == 1:

@@ -34,7 +34,7 @@ def inside(module, dims, mixing, row_of) -> list:
         def shard(path, value):
             if not isinstance(value, Spread):
                 return value
-            if sum(n == value.ranks.length for n in value.shape) > 1:
+            if dims.get(path) is None and sum(n == value.ranks.length for n in value.shape) > 1:
                 return value  # Attention weights: few look at them, and they are large.
             dim = dims.get(path, 1)
             return value.whole() if dim is None else value.to_shard(dim)
@@ -118,7 +118,7 @@ class _Call:
     def take_apart(self, path, value):
         if not isinstance(value, Spread):
             return value
-        self.apart[path] = value
+        self.apart[path], value.fresh = value, False
         return value.local
 
     def put_together(self, path, value):

@@ -34,7 +34,19 @@ _VIEWS = {
 }
 _VIEWS |= {"unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "split", "split_with_sizes", "chunk"}
 _VIEWS |= {"tensor_split", "unbind", "unflatten", "detach"}
-_PERHAPS_VIEWS = {"reshape", "reshape_as", "flatten", "contiguous", "dropout", "to", "type", "type_as", "float", "half"}
+_PERHAPS_VIEWS = {
+    "ravel",
+    "reshape",
+    "reshape_as",
+    "flatten",
+    "contiguous",
+    "dropout",
+    "to",
+    "type",
+    "type_as",
+    "float",
+    "half",
+}
 _PERHAPS_VIEWS |= {"bfloat16", "double", "bool", "int", "long"}
 _SAME = {"truediv": "div", "rtruediv": "div", "rsub": "sub", "radd": "add", "rmul": "mul", "rpow": "pow", "rand": "and"}
 _SAME |= {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "invert": "bitwise_not", "mod": "remainder"}
@@ -51,6 +63,7 @@ def run(function, args, kwargs):
     if writes and isinstance(args[0], Spread) and not args[0].memory.writable:
         raise TypeError(f"{name} writes to a tensor of which something may or may not be a view")
     for operand in operands:
+        operand.memory.check()
         operand.fresh = operand.fresh and writes and operand is args[0]
     rule = _RULES.get(name) or (alike.elementwise if alike.is_elementwise(name) else None)
     if name in ("max", "min") and len(args) > 1 and isinstance(args[1], (Spread, torch.Tensor)):
@@ -60,11 +73,11 @@ def run(function, args, kwargs):
             raise CannotSplit(f"no rule for {name}")
         result = rule(function, *args, **kwargs)
     except CannotSplit as error:
-        if writes and isinstance(args[0], Spread):
+        if writes and isinstance(args[0], Spread) or list(_operands((kwargs.get("out"),), {})):
             raise TypeError(f"{name} writes to a tensor that is held in part: {error}") from error
         for operand in operands:
             operand.ranks.undo(f"{name}: {error}", operand.numel())
-        return function(*_map(args), **{key: _map(value) for key, value in kwargs.items()})
+        return _on_whole(name, function, args, kwargs)
     if name in _VIEWS or name in _PERHAPS_VIEWS:
         _share_memory(name, args[0], result)
     return result
@@ -78,10 +91,26 @@ def _share_memory(name, base, result):
             base.memory.viewed, view.memory = True, base.memory
 
 
-def _map(value):
+def _on_whole(name, function, args, kwargs):
+    """On copies of the whole operands. Writing to what may be a view of one is noticed when the operand is used again."""
+    wholes = {}
+    result = function(*_map(args, wholes), **{key: _map(value, wholes) for key, value in kwargs.items()})
+    tensors = [t for t in (result if isinstance(result, (tuple, list)) else [result]) if torch.is_tensor(t)]
+    storages = {t.untyped_storage().data_ptr() for t in tensors}
+    for operand, whole in wholes.values():
+        named = operand is args[0] and name in _VIEWS | _PERHAPS_VIEWS if args else False
+        if named or whole.untyped_storage().data_ptr() in storages:
+            operand.memory.writable, operand.memory.viewed = False, True
+            operand.memory.wholes += [(t.detach(), t._version) for t in (whole, *tensors) if not t.is_inference()]
+    return result
+
+
+def _map(value, wholes):
     if isinstance(value, Spread):
-        return value.whole()
-    return type(value)(map(_map, value)) if type(value) in (tuple, list) else value
+        if id(value) not in wholes:
+            wholes[id(value)] = value, value.whole()
+        return wholes[id(value)][1]
+    return type(value)([_map(v, wholes) for v in value]) if type(value) in (tuple, list) else value
 
 
 def _operands(args, kwargs):
@@ -105,14 +134,12 @@ def _refuse_autograd_functions(operands):
 
 
 _ALONG = {"softmax", "log_softmax", "sum", "mean", "amax", "amin", "max", "min", "argmax", "cumsum", "logsumexp", "glu"}
-_ALONG |= {"var", "std", "flip", "all", "any", "prod", "cumprod", "sort", "argsort", "logcumsumexp"}
+_ALONG |= {"var", "std", "all", "any", "prod", "cumprod", "sort", "argsort", "logcumsumexp"}
 _RULES = {
     **dict.fromkeys(_ALONG, dimensions.along()),
     **dict.fromkeys(("topk", "repeat_interleave"), dimensions.along(position=2)),
     **dict.fromkeys(("chunk", "split", "tensor_split", "split_with_sizes"), dimensions.pieces),
-    **dict.fromkeys(
-        ("gather", "scatter", "scatter_", "take_along_dim", "scatter_add", "scatter_add_"), dimensions.by_index
-    ),
+    **dict.fromkeys(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_"), dimensions.by_index),
     **dict.fromkeys(("view", "reshape"), shapes.view),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), shapes.transpose),
     **dict.fromkeys(("expand", "broadcast_to"), shapes.expand),
@@ -121,6 +148,7 @@ _RULES = {
     **dict.fromkeys(("addmm", "baddbmm"), products.addmm),
     **dict.fromkeys(("cat", "concat", "concatenate"), dimensions.cat),
     **dict.fromkeys(("layer_norm", "rms_norm"), dimensions.normalised),
+    "flip": dimensions.flip,
     "unbind": dimensions.unbind,
     "getitem": dimensions.getitem,
     "setitem": dimensions.setitem,

@@ -54,7 +54,8 @@ class Ranks:
             self.undone.append(what)
 
     def is_row(self, factor):
-        return factor.row and factor.size == self.length
+        """Whether a dimension is shared out as the row is: whatever is as long, so that equal sizes are held alike."""
+        return factor.size == self.length
 
     def share(self, factor, rank=None):
         """The range of a factor's indices that a rank holds."""
@@ -74,7 +75,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Factor:
-    """`row`: made of the row's positions, all of them if it is as long."""
+    """`row`: made of the row's positions, all of them or some: not what to hold by where there are heads."""
 
     size: int
     row: bool = False
@@ -82,9 +83,15 @@ class Factor:
 
 class Memory:
     """Shared by `Spread`s that are views of each other, as the whole tensors would be. `viewed`: there is more than one.
-    `writable`: nothing else is a view of it, and the whole tensors would not be views of more."""
+    `writable`: nothing else is a view of it, and the whole tensors would not be views of more. `wholes`: copies that every
+    rank has, of which a view was handed out, and their versions then."""
 
-    writable, viewed = True, False
+    def __init__(self):
+        self.writable, self.viewed, self.wholes = True, False, []
+
+    def check(self):
+        if any(whole._version != version for whole, version in self.wholes):
+            raise TypeError("what an operation on the whole row returned was written to: it may be a view")
 
 
 ONE = (Factor(1),)
@@ -148,6 +155,18 @@ class Spread:
 
     def is_contiguous(self):
         return self.local.is_contiguous()
+
+    def __bool__(self):
+        return bool(self.whole())
+
+    def __float__(self):
+        return float(self.whole())
+
+    def __int__(self):
+        return int(self.whole())
+
+    def __contains__(self, value):
+        return value in self.whole()
 
     def __len__(self):
         return self.shape[0]
@@ -213,6 +232,8 @@ class Spread:
     def moved(self, to):
         """Held in part at factor `to` instead: by an exchange, or once gathered."""
         # Loops over blocks of the row ask again and again; writing to the tensor changes its version.
+        if self.local.is_inference():
+            return moved_together([self], [to])[0]  # No version.
         key = to, self.local._version, torch.is_grad_enabled()
         if key not in self._moved:
             self._moved = {key: moved_together([self], [to])[0]}
@@ -268,6 +289,7 @@ class Spread:
 
     def whole(self):
         """The tensor itself, on every rank. Collective, like every move."""
+        self.memory.check()
         local, at, ranks, factor = self.local, self.at, self.ranks, self.factor
         if self.by_row:
             return gather_sequence(local, ranks.group, at, ranks.length).reshape(self.shape)
@@ -279,15 +301,10 @@ class Spread:
 
     def to_shard(self, dim):
         """This rank's shard of dimension `dim`, which is the row's."""
+        self.memory.check()
         spread = self
-        if self.held_dim != dim or not self.by_row:
+        if self.held_dim != dim:
             spread = self.merged()
-            if spread.shape[dim] == self.ranks.length and spread.held_dim != dim:
-                # Whatever it was made of.
-                row = (Factor(self.ranks.length, row=True),)
-                spread = Spread(
-                    spread.local, (*spread.dims[:dim], row, *spread.dims[dim + 1 :]), spread.at, spread.ranks
-                )
             spread = spread.moved(spread.first(dim))
         if len(spread.dims[dim]) > 1 or not spread.by_row:
             raise CannotSplit(f"dimension {dim} of {self} is not the row")
@@ -386,6 +403,10 @@ _OPERATORS = (
 )
 for _name in [f"__{name}__" for name in f"{_OPERATORS} eq ne lt le gt ge getitem setitem".split()]:
     setattr(Spread, _name, _operator(_name))
-for _name in "add sub mul div".split():
-    setattr(Spread, f"__i{'truediv' if _name == 'div' else _name}__", _operator(f"{_name}_"))
+_IN_PLACE = dict(
+    add="add_", sub="sub_", mul="mul_", truediv="div_", floordiv="floor_divide_", mod="remainder_", pow="pow_"
+)
+_IN_PLACE |= {"and": "bitwise_and_", "or": "bitwise_or_", "xor": "bitwise_xor_"}
+for _name, _function in _IN_PLACE.items():
+    setattr(Spread, f"__i{_name}__", _operator(_function))
 Spread.__hash__ = object.__hash__

@@ -130,11 +130,71 @@ SPLIT = [attention, merged_into_the_batch, one_key_head, repeated_heads, sdpa, r
 SPLIT += [in_place, pieces, convolution, rows_as_batch]
 
 
+# -- what is as long as the row, and other coincidences ---------------------------------------------------------------
+
+
+def mixed_by_a_parameter(x, w):
+    out = x * 1
+    out += (w["positions"] @ heads(x)).transpose(1, 2).flatten(2) @ w["o"]
+    return out
+
+
+def sorted_by_position(x, w):
+    out = x * 1
+    out += x.gather(1, x.argsort(1)) @ w["o"]
+    return out
+
+
+def shifted_in(x, w):
+    out = x * 1
+    out += torch.cat([x[:, 1:], w["cos"].repeat(1, 1, H)[:, :1]], 1) @ w["o"]
+    return out
+
+
+def heads_against_rows(x, w):
+    """Broadcast of one with the other where there are as many."""
+    both = heads(x) @ x.view(B, S, H, D).mT.mean(1, keepdim=True)
+    return x + both.sum((1, 3))[..., None] + x.flip(1, 2)
+
+
+def as_many_heads_as_rows(x, w):
+    return (heads(x) - x.view(B, S, H, D)).transpose(1, 2).flatten(2) + (heads(x).softmax(2) @ x.view(B, S, H, D).mT).sum((1, 3))[..., None]
+
+
+def attention_of_as_many(x, w):
+    query, key = x.view(B, S, H, D), heads(x)
+    return F.scaled_dot_product_attention(query, key, key).transpose(1, 2).flatten(2)
+
+
+COINCIDENCES = [mixed_by_a_parameter, sorted_by_position, shifted_in, heads_against_rows]
+SHAPES = [(2, 5, 6, 5), (1, 24, 6, 4), (3, 6, 3, 2), (2, 7, 6, 4), (4, 8, 4, 2)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("function", COINCIDENCES, ids=lambda f: f.__name__)
+def test_sizes_that_coincide(ranks, size, shape, function):
+    for difference, _ in ranks(size).run(compared, function, shape):
+        assert difference < 1e-11
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("shape", [(2, 5, 5, 2), (2, 7, 7, 2)], ids=str)
+@pytest.mark.parametrize("function", [as_many_heads_as_rows, attention_of_as_many], ids=lambda f: f.__name__)
+def test_as_many_heads_as_rows(ranks, size, shape, function):
+    for difference, _ in ranks(size).run(compared, function, shape):
+        assert difference < 1e-11
+
+
+# -- comparing --------------------------------------------------------------------------------------------------------
+
+
 def weights():
     generator = torch.Generator().manual_seed(1)
     new = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator) * 0.5  # noqa: E731
     named = {name: new(H * D, H * D) for name in "qkvo"}
     named |= dict(alibi=new(B * H, 1, S), bias=new(1, H, S, S), cos=new(B, S, D), sink=new(H), gain=new(H * D))
+    named |= dict(positions=new(H, S, S))
     named = {name: tensor.requires_grad_() for name, tensor in named.items()}
     causal = torch.full((S, S), -1e9, dtype=torch.float64).triu(1)
     return {**named, "mask": causal[None, None].expand(B, 1, S, S)}
@@ -151,8 +211,9 @@ def direction():
     return torch.randn(B, S, H * D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
-def compared(function):
+def compared(function, shape=(2, 10, 6, 4)):
     """The largest difference of output, input gradient and parameter gradients; and what ran on the whole row."""
+    globals().update(zip("BSHD", shape))
     size, rank = dist.get_world_size(), dist.get_rank()
     x, expected, expected_weights = reference(function)
     shard = -(-S // size)
@@ -260,13 +321,46 @@ def what_was_made_contiguous(x, w):
     return out
 
 
+def filled_and_added_to(x, w):
+    out = torch.zeros_like(x)
+    out += x
+    out[:, 2] = 1
+    mask = torch.ones_like(heads(x))
+    mask.masked_fill_(heads(x) < 0, 0.0)
+    mask[:, :, 0] = 1
+    return out * mask.sum((1, 3))[..., None]
+
+
+def with_every_operator(x, w):
+    out, positive = x * 1, x > 0
+    some, few = out[..., :3], positive[..., :4]
+    few |= True
+    few ^= few
+    some **= 2
+    some %= 3
+    return out * positive + out
+
+
+def scattered_by_name(x, w):
+    index = x.topk(3, dim=-1).indices
+    plain = w["o"][:S, :3][None].expand(B, S, 3)
+    return torch.zeros_like(x).scatter_(-1, index, src=plain) + torch.zeros_like(x).scatter(-1, index, src=x.topk(3, -1)[0])
+
+
+def of_a_diagonal(x, w):
+    scores = heads(x) @ heads(x).mT
+    scores.diagonal(dim1=-2, dim2=-1).mul_(0)
+    return scores.sum((1, 3))[..., None] * x
+
+
 def in_place_of_a_function(x, w):
     out = heads(x * 2)
     F.relu(out.flatten(2), inplace=True)
     return out.transpose(1, 2).flatten(2)
 
 
-WRITTEN = [through_a_view, by_position, twice, between_sums, written_as_held]
+WRITTEN = [through_a_view, by_position, twice, between_sums, written_as_held, filled_and_added_to]
+WRITTEN += [with_every_operator, scattered_by_name]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -277,11 +371,12 @@ def test_writing(ranks, size, function):
 
 
 def refused(function):
-    with pytest.raises(TypeError, match="writes to a tensor"):
+    with pytest.raises(TypeError, match="writes to a tensor|was written to"):
         compared(function)
 
 
 UNKNOWN = [of_what_is_seen, through_a_position, what_was_reshaped, what_was_made_contiguous, in_place_of_a_function]
+UNKNOWN += [of_a_diagonal]
 
 
 @pytest.mark.parametrize("function", UNKNOWN, ids=lambda f: f.__name__)

@@ -119,6 +119,16 @@ def test_rows_that_do_not_divide(ranks, kind, case):
         assert MODELS[kind][0] in split
 
 
+@pytest.mark.parametrize("length", [63, 64])
+@pytest.mark.parametrize("kind", ["bloom", "gpt_neo", "minimax", "deepseek_v32"])
+def test_rows_as_long_as_the_hidden_size(ranks, kind, length):
+    """64, with the padding or without."""
+    reference = ranks(1).run(one_process, kind, rows(length))[0][0]
+    for step, _, _, split, _ in ranks(2).run(in_shards, kind, rows(length)):
+        same(step, reference)
+        assert MODELS[kind][0] in split
+
+
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("kind", ["gpt_neo", "deepseek_v32", "falcon, new"])
 def test_gradient_checkpointing(ranks, kind, reentrant):
