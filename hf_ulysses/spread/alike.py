@@ -7,8 +7,10 @@ import torch
 
 from .tensor import ONE, CannotSplit, Factor, Spread
 
-_ALSO_ELEMENTWISE = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "bool", "int", "long", "copy_"}
-_ALSO_ELEMENTWISE |= {"contiguous", "detach", "dropout", "clone", "logsigmoid"}
+# What has no tag of PyTorch's.
+_ALSO_ELEMENTWISE = set(
+    "to type type_as float half bfloat16 double bool int long copy_ contiguous detach dropout clone logsigmoid".split()
+)
 _FILLED = {"zeros_like", "ones_like", "full_like", "empty_like"}
 
 

@@ -121,11 +121,11 @@ def attention(
     function, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
     """scaled_dot_product_attention, held by heads."""
-    if not all(isinstance(t, Spread) and t.dim() == 4 for t in (query, key, value)):
-        raise CannotSplit("operands of another kind")
     heads = query.shape[1]
     if enable_gqa:
         key, value = (t.repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
+    if not all(isinstance(t, Spread) and t.dim() == 4 for t in (query, key, value)):
+        raise CannotSplit("operands of another kind")
     operands = [query, key, value, *([attn_mask] if attn_mask is not None else [])]
     lead = next((t for t in operands if isinstance(t, Spread) and t.held_dim == t.dim() - 3), None)
     if lead is None:

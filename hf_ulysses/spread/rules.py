@@ -19,35 +19,14 @@ from . import alike, dimensions, products, shapes
 from .tensor import CannotSplit, Spread
 
 # What is a view of its first operand, and what may be: whether the whole tensor's would be one, a part does not show.
-_VIEWS = {
-    "getitem",
-    "select",
-    "narrow",
-    "view",
-    "view_as",
-    "transpose",
-    "swapaxes",
-    "swapdims",
-    "t",
-    "permute",
-    "movedim",
-}
-_VIEWS |= {"unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "split", "split_with_sizes", "chunk"}
-_VIEWS |= {"tensor_split", "unbind", "unflatten", "detach"}
-_PERHAPS_VIEWS = {
-    "ravel",
-    "reshape",
-    "reshape_as",
-    "flatten",
-    "contiguous",
-    "dropout",
-    "to",
-    "type",
-    "type_as",
-    "float",
-    "half",
-}
-_PERHAPS_VIEWS |= {"bfloat16", "double", "bool", "int", "long"}
+_VIEWS = set(
+    "getitem select narrow view view_as transpose swapaxes swapdims t permute movedim unsqueeze squeeze expand expand_as "
+    "broadcast_to split split_with_sizes chunk tensor_split unbind unflatten detach".split()
+)
+_PERHAPS_VIEWS = set(
+    "reshape reshape_as flatten ravel contiguous dropout to type type_as float half bfloat16 double bool int long".split()
+)
+# Python's operators.
 _SAME = {"truediv": "div", "rtruediv": "div", "rsub": "sub", "radd": "add", "rmul": "mul", "rpow": "pow", "rand": "and"}
 _SAME |= {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "invert": "bitwise_not", "mod": "remainder"}
 _SAME |= {"floordiv": "floor_divide", "rmatmul": "rmatmul"}
@@ -133,10 +112,12 @@ def _refuse_autograd_functions(operands):
         frame = frame.f_back
 
 
-_ALONG = {"softmax", "log_softmax", "sum", "mean", "amax", "amin", "max", "min", "argmax", "cumsum", "logsumexp", "glu"}
-_ALONG |= {"var", "std", "all", "any", "prod", "cumprod", "sort", "argsort", "logcumsumexp"}
+_ALONG = (
+    "softmax log_softmax sum mean amax amin max min argmax cumsum logsumexp glu var std all any prod cumprod sort argsort "
+    "logcumsumexp"
+)
 _RULES = {
-    **dict.fromkeys(_ALONG, dimensions.along()),
+    **dict.fromkeys(_ALONG.split(), dimensions.along()),
     **dict.fromkeys(("topk", "repeat_interleave"), dimensions.along(position=2)),
     **dict.fromkeys(("chunk", "split", "tensor_split", "split_with_sizes"), dimensions.pieces),
     **dict.fromkeys(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_"), dimensions.by_index),
