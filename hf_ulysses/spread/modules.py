@@ -1,7 +1,7 @@
 """What runs inside of a module that computes with `Spread`s (tensor.py): its children, and the engine's hooks around them.
 
-A child with parameters is taken to know one position each, as a projection, a norm or an adapter does: it runs on the
-shard, like any module outside. One that knows more is handed the `Spread`s: one that discovery has found to mix, that
+A child with parameters is taken to know one position each, as a projection, a norm or an adapter does (a trial asks it,
+with NaN): it runs on the shard, like any module outside. One that knows more is handed the `Spread`s: one that discovery has found to mix, that
 gets the row's positions or masks as well, or whose input is not held by rows.
 
 Engines hang hooks on every module: they gather parameters, and free them after backward. These are to see tensors.
@@ -13,7 +13,11 @@ import torch
 
 from ..row import hold, release
 from ..trees import leaves, tree_map
+from ..trial import on_trial
 from .tensor import CannotSplit, Spread
+
+# What knows one position each.
+_KNOWN = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm, torch.nn.RMSNorm)
 
 
 def inside(module, dims, mixing, row_of) -> list:
@@ -90,7 +94,27 @@ class _Child:
 
     def after_engine(self, child, args, kwargs):
         call = self.calls[-1]
-        return tree_map(call.put_together, (tuple(args), kwargs)) if call is not None and call.apart else None
+        if call is None:
+            return None
+        if call.like is not None and on_trial() and type(child) not in _KNOWN:
+            self._refuse_mixing(child, args, kwargs, call.like)
+        return tree_map(call.put_together, (tuple(args), kwargs)) if call.apart else None
+
+    def _refuse_mixing(self, child, args, kwargs, like):
+        """A NaN at one position stays there, whatever the weights are today. In a trial; an error blames the child."""
+        dim, shape = like.held_dim, like.flattened().shape
+        at = shape[dim] // 2
+
+        def poisoned(path, value):
+            if not torch.is_tensor(value) or value.shape[: dim + 1] != shape[: dim + 1] or not value.is_floating_point():
+                return value
+            return value.index_fill(dim, torch.tensor([at], device=value.device), float("nan"))
+
+        for value in leaves(child.forward(*tree_map(poisoned, args), **tree_map(poisoned, kwargs))):
+            if torch.is_tensor(value) and value.dim() > dim and value.is_floating_point():
+                bad = value.isnan().movedim(dim, 0).flatten(1).any(1)
+                if bad.nonzero().flatten().tolist() not in ([], [at]):
+                    raise TypeError(f"{type(child).__name__} mixes positions")
 
     def before_engine_leaves(self, child, args, output):
         call = self.calls[-1]

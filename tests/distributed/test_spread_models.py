@@ -1,5 +1,6 @@
 """Attention that calls no interface, in real models: exact, and every rank computes its heads' share of it."""
 
+import contextlib
 import copy
 
 import pytest
@@ -231,6 +232,39 @@ def copied(batch):
 def test_a_copy_is_not_attached(ranks):
     reference = ranks(1).run(one_process, "deepseek_v32", rows(45))[0][0]
     for step in ranks(2).run(copied, rows(45)):
+        same(step, reference)
+
+
+class Shifted(torch.nn.Linear):
+    """A projection that adds what the position before has, by a weight that is zero in the beginning."""
+
+    def __init__(self, inner):
+        super().__init__(inner.in_features, inner.out_features, inner.bias is not None)
+        self.weight, self.bias = inner.weight, inner.bias
+        self.before = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return super().forward(x) + self.before * super().forward(torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+
+
+def opened_after_the_trial(batch, attached):
+    model = build("gpt_neo")
+    shifted = [Shifted(block.attn.attention.v_proj) for block in model.transformer.h]
+    for block, projection in zip(model.transformer.h, shifted):
+        block.attn.attention.v_proj = projection
+    with hf_ulysses.attach(model) if attached else contextlib.nullcontext() as sp:
+        if attached:
+            sp.shard(batch)
+        with torch.no_grad():
+            for projection in shifted:
+                projection.before.fill_(0.5)
+        return sharded(model, batch, sp) if attached else whole(model, batch)
+
+
+def test_a_child_that_will_mix(ranks):
+    """Its numbers do not show in the trial."""
+    reference = ranks(1).run(opened_after_the_trial, rows(45), False)[0]
+    for step in ranks(2).run(opened_after_the_trial, rows(45), True):
         same(step, reference)
 
 
