@@ -51,7 +51,7 @@ class Attachment:
         direct_calls, calls_on_whole_row (`int`): those that did not, and those of them in modules that were given the whole
             row: the start-up check counts them.
         gathered (`list[str]`): modules that run on the whole row (see whole.py), known after the first `shard`.
-        split (`list[str]`): modules that exchange around the functions in which they mix positions (see mixers.py).
+        split (`list[str]`): modules that mix positions by themselves and exchange inside (see mixers.py, spread/).
         under_engine (`bool`): whether all ranks train this model together, data-parallel ones too.
     """
 

@@ -1,15 +1,17 @@
 """Modules that need the whole row: run on it on every rank, and keep this shard's part of what comes out.
 
 Attention goes through the exchange. What mixes or counts positions elsewhere (linear attention, recurrences,
-convolutions, indexers, attention that calls no interface, embeddings that count) is found by discovery.py and run here:
+convolutions, indexers, attention that calls no interface, embeddings that count) is found by discovery.py; what does not
+exchange around its functions (mixers.py) runs here:
 
-    run_whole    a module inside a layer     inputs gathered along the sequence -> the module -> own shard kept
+    run_whole    a module inside a layer     inputs gathered along the sequence -> the module -> own shard kept;
+                                             or handed on as tensors of the whole row, held in part (spread/)
     run_body     a model around its layers   inputs gathered, embeddings, masks and biases made for the whole row;
                                              each layer gets its shard of the hidden states, and what was made, whole
 
 Gradients: every rank's loss is of its own shard, so each rank's gradient of a parameter is its share, as everywhere
-else; what reaches the gathered inputs is summed over ranks by the gather's backward. The row's activations inside such a
-module are held like its shard's are; gradient checkpointing frees them layer by layer.
+else; what reaches the gathered inputs is summed over ranks by the gather's backward. The row's activations inside of a
+module whose inputs are gathered are held like its shard's are; gradient checkpointing frees them layer by layer.
 """
 
 import inspect
