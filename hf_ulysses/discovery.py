@@ -6,7 +6,7 @@
    module that is calling; so is an error, of the innermost module that was running.
 3. The author, and all modules of its kind, from now on go the first of these ways that makes the next round agree: exchange
    around the functions in which they mix (mixers.py); compute with tensors of the whole row that are held in part
-   (spread.py); get the whole row on every rank (whole.py). 2. is repeated until nothing differs. A model whose own code,
+   (spread/); get the whole row on every rank (whole.py). 2. is repeated until nothing differs. A model whose own code,
    around its layers, is the author runs that code on the whole row.
 
 So no list of layer names decides, and a model that nobody has heard of is exact or refused. The short row is as long as
@@ -63,10 +63,10 @@ class _Discovery:
         # Under an engine every data-parallel replica takes part, so that all run the model equally often.
         self.everyone = None if attachment.under_engine else attachment.group
         self.mixers = Mixers(attachment)
-        self.found, self.dims = {}, {}
+        self.found, self.dims = set(), {}
         # Kind of module -> the ways that are left to it, the handles of the one it goes, and what that could not split.
         self.ways, self.hooks, self.undone = {}, {}, {}
-        self.handles, self.may_spread, self.changes = [], True, 0
+        self.handles, self.may_spread, self.has_spread, self.changes = [], True, False, 0
         # An odd number of tokens per shard, so that blocks of positions lie across its edges.
         length = _short_length(getattr(model, "config", None), attachment.size)
         self.tokens = tokens[:1].repeat(1, -(-length // tokens.shape[1]))[:, :length].contiguous()
@@ -80,7 +80,12 @@ class _Discovery:
             with torch.no_grad(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
                 try:
                     self._make_all_exact()
+                    again = False
                 except NotExact:
+                    again = self.has_spread
+                    if not again:
+                        raise
+                if again:
                     # Without what could go wrong besides: modules that compute with tensors held in part.
                     self._start_over()
                     self._make_all_exact()
@@ -88,6 +93,7 @@ class _Discovery:
         except BaseException:
             for handle in [*self.handles, *self._hooks_of_kinds()]:
                 handle.remove()
+            self.attachment.split, self.attachment.gathered = [], []
             raise
         finally:
             for module, saved in zip(self.names, state):
@@ -148,6 +154,8 @@ class _Discovery:
                 return  # The model does not do this without sequence parallelism either.
             raise reference.error or RuntimeError("The trial row failed on another rank.")
         for _ in range(_ROUNDS):
+            for operations in self.undone.values():
+                operations.clear()
             trace = Trace(self, batch, reference)
             trace.run(self._cut(batch))
             author, why, error = self._agree(trace)
@@ -158,6 +166,8 @@ class _Discovery:
                 if not undone:
                     return
                 for kind in undone:
+                    if kind not in self.undone:
+                        continue  # Inside of one that is gathered by now.
                     logger.info("%s cannot be split: %s", kind[0].__name__, "; ".join(self.undone[kind]))
                     self._next_way(kind, batch)
                 continue
@@ -234,13 +244,12 @@ class _Discovery:
                 "parallelism."
             ) from error
         if around_layers:
-            self.found[author] = why
+            self.found.add(author)
             self.attachment.gathered.append(f"{self.names[author] or name} around its layers")
             self.handles += self.whole.run_body(author, layers)
             self.changes += 1
             self._forget_ways()  # What they were given was not right.
             return
-        self.why = why
         logger.info("%s (%s): %s", self.names[author], name, why)
         self._next_way(_kind(author), batch)
         self._look(reference, trace)
@@ -267,8 +276,7 @@ class _Discovery:
         names, attachment = {self.names[module] for module in alike}, self.attachment
         attachment.split = [name for name in attachment.split if name not in names]
         attachment.gathered = [name for name in attachment.gathered if name not in names]
-        for module in alike:
-            self.found.pop(module, None)
+        self.found.difference_update(alike)
         return alike
 
     def _forget_ways(self):
@@ -287,14 +295,13 @@ class _Discovery:
         return [handle for module in alike for handle in self.mixers.exchange(module, plans[module])]
 
     def _spread(self, kind, alike, batch):
-        self.undone[kind] = []
+        self.undone[kind], self.has_spread = [], True
         self.attachment.split += [self.names[module] for module in alike]
         return self._on_whole_row(alike, self.undone[kind])
 
     def _gather(self, kind, alike, batch):
         self.attachment.gathered += [self.names[module] for module in alike]
-        for module in alike:
-            self.found[module] = self.why
+        self.found.update(alike)
         inside = {inner for module in alike for inner in module.modules()} - set(alike)
         for other in [other for other in self.hooks if all(m in inside for m in self.names if _kind(m) == other)]:
             self._drop(other)  # What lies inside sees the whole row, too.

@@ -10,7 +10,7 @@ import torch
 
 from .row import ROW_KEY
 from .trees import tree_map
-from .trial import PeersDiffer, trial
+from .trial import PeersDiffer, is_asking, trial
 from .whole import map_arguments
 
 # What cannot mix positions, so that noise is not taken for it.
@@ -61,6 +61,8 @@ class Trace:
         return trial(self.discovery.attachment.group, self.discovery.tokens.device)
 
     def _before(self, module, args, kwargs):
+        if is_asking():
+            return
         name = self.discovery.names[module]
         call = self.calls[name] = self.calls.get(name, -1) + 1
         self.running.append((module, name, call))
@@ -70,6 +72,8 @@ class Trace:
         self._compare("in", prints, name, call, self.running[-2][0] if len(self.running) > 1 else module)
 
     def _after(self, module, args, kwargs, output):
+        if is_asking():
+            return
         _, name, call = self.running.pop()
         prints = {}
         tree_map(lambda path, value: prints.update({path: self._print(value)}), output, "out")

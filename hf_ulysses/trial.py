@@ -17,6 +17,10 @@ import torch.distributed as dist
 _trial: ContextVar = ContextVar("ulysses_trial", default=None)
 
 
+# Whether what runs is a question to one module, which nobody compares with another run.
+_asking: ContextVar = ContextVar("ulysses_asking", default=False)
+
+
 class PeersDiffer(RuntimeError):
     """Another rank has given up, or is about to enter another collective."""
 
@@ -39,6 +43,20 @@ def trial(group, device):
 
 def on_trial() -> bool:
     return _trial.get() is not None
+
+
+@contextmanager
+def asking():
+    """Inside, a module runs to answer a question: not as a part of the trial that is compared."""
+    token = _asking.set(True)
+    try:
+        yield
+    finally:
+        _asking.reset(token)
+
+
+def is_asking() -> bool:
+    return _asking.get()
 
 
 def meet(*what):

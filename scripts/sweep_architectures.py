@@ -185,7 +185,7 @@ def _pattern(module):
 
 
 def _cell(text):
-    return " ".join(str(text).removeprefix("ValueError: ").split()).replace("|", "/")[:300]
+    return " ".join(str(text).removeprefix("ValueError: ").removeprefix("NotExact: ").split()).replace("|", "/")[:300]
 
 
 def main():

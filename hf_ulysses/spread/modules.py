@@ -4,7 +4,7 @@ A child with parameters is taken to know one position each, as a projection, a n
 with NaN): it runs on the shard, like any module outside. One that knows more is handed the `Spread`s: one that discovery has found to mix, that
 gets the row's positions or masks as well, or whose input is not held by rows.
 
-Engines hang hooks on every module: they gather parameters, and free them after backward. These are to see tensors.
+Engines hang hooks on modules with parameters: they gather parameters, and free them after backward. These are to see tensors.
 
     ours: Spread -> tensor | the engine's hooks | ours: tensor -> Spread, if that is what the child gets | forward
 """
@@ -13,7 +13,7 @@ import torch
 
 from ..row import hold, release
 from ..trees import leaves, tree_map
-from ..trial import on_trial
+from ..trial import asking, on_trial
 from .tensor import CannotSplit, Spread
 
 # What knows one position each.
@@ -77,12 +77,14 @@ class _Child:
             return None
         if not self._knows_the_row(child, given, leaves((args, kwargs))):
             try:
-                given = [_by_rows(spread) for spread in given]
-                shards = iter([spread.flattened() for spread in given])
+                rows = [_by_rows(spread) for spread in given]
+                shards = [spread.flattened() for spread in rows]
             except CannotSplit:
                 pass
             else:
-                call.like, call.token = given[0], hold(self.row_of())
+                call.like, call.token = rows[0], hold(self.row_of())
+                call.given = [(spread.handed_out(), shard, _version(shard)) for spread, shard in zip(given, shards)]
+                shards = iter(shards)
                 return tree_map(lambda _, v: next(shards) if isinstance(v, Spread) else v, (tuple(args), kwargs))
         return tree_map(call.take_apart, (tuple(args), kwargs))
 
@@ -106,11 +108,17 @@ class _Child:
         at = shape[dim] // 2
 
         def poisoned(path, value):
-            if not torch.is_tensor(value) or value.shape[: dim + 1] != shape[: dim + 1] or not value.is_floating_point():
+            if (
+                not torch.is_tensor(value)
+                or value.shape[: dim + 1] != shape[: dim + 1]
+                or not value.is_floating_point()
+            ):
                 return value
             return value.index_fill(dim, torch.tensor([at], device=value.device), float("nan"))
 
-        for value in leaves(child.forward(*tree_map(poisoned, args), **tree_map(poisoned, kwargs))):
+        with asking():
+            answer = child.forward(*tree_map(poisoned, args), **tree_map(poisoned, kwargs))
+        for value in leaves(answer):
             if torch.is_tensor(value) and value.dim() > dim and value.is_floating_point():
                 bad = value.isnan().movedim(dim, 0).flatten(1).any(1)
                 if bad.nonzero().flatten().tolist() not in ([], [at]):
@@ -124,25 +132,32 @@ class _Child:
         return tree_map(call.take_apart, output)
 
     def after_engine_left(self, child, args, output):
-        call = self.calls.pop()
+        call = self.calls.pop() if self.calls else None
         if call is None:
             return output
         if call.like is None:
             return tree_map(call.put_together, output)
         release(call.token)
+        for spread, shard, version in call.given:
+            if _version(shard) != version:
+                raise TypeError(f"{type(child).__name__} writes to what it is given")
+            if any(torch.is_tensor(v) and _storage(v) == _storage(shard) for v in leaves(output)):
+                # It gives back what it got: two `Spread`s of what would be one tensor.
+                spread.memory.writable = False
         return tree_map(lambda _, value: call.like.like(value), output)
 
 
 class _Call:
-    """`like`: the first of the `Spread`s of which the child gets the shards; else `apart` is what its tensors are parts of."""
+    """`like`: the first of the `Spread`s of which the child gets the shards, `given` all of them, with the shards' versions;
+    else `apart` is what its tensors are parts of."""
 
     def __init__(self):
-        self.like, self.token, self.apart = None, None, {}
+        self.like, self.token, self.given, self.apart = None, None, [], {}
 
     def take_apart(self, path, value):
         if not isinstance(value, Spread):
             return value
-        self.apart[path], value.fresh = value, False
+        self.apart[path] = value.handed_out()
         return value.local
 
     def put_together(self, path, value):
@@ -151,8 +166,15 @@ class _Call:
             return value
         again = Spread(value, spread.dims, spread.at, spread.ranks)
         again.memory = spread.memory
-        again.memory.viewed = True
         return again
+
+
+def _version(tensor):
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _storage(tensor):
+    return tensor.untyped_storage().data_ptr()
 
 
 def _by_rows(spread):

@@ -27,15 +27,15 @@ _PERHAPS_VIEWS = set(
     "reshape reshape_as flatten ravel contiguous dropout to type type_as float half bfloat16 double bool int long".split()
 )
 # Python's operators.
-_SAME = {"truediv": "div", "rtruediv": "div", "rsub": "sub", "radd": "add", "rmul": "mul", "rpow": "pow", "rand": "and"}
+_SAME = {"truediv": "div", "rtruediv": "div", "radd": "add", "rmul": "mul", "rpow": "pow", "floordiv": "floor_divide"}
 _SAME |= {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "invert": "bitwise_not", "mod": "remainder"}
-_SAME |= {"floordiv": "floor_divide", "rmatmul": "rmatmul"}
 
 
 def run(function, args, kwargs):
     """`function(*args, **kwargs)` with `Spread` operands: the `__torch_function__` of them all."""
     name = getattr(function, "__name__", "")
     name = _SAME.get(name.strip("_"), name.strip("_")) if name.startswith("__") else name
+    args, kwargs = _by_position(name, args, kwargs)
     operands = list(_operands(args, kwargs))
     _refuse_autograd_functions(operands)
     writes = name == "setitem" or name.endswith("_") or kwargs.get("inplace", False)
@@ -62,12 +62,24 @@ def run(function, args, kwargs):
     return result
 
 
+def _by_position(name, args, kwargs):
+    """The usual spelling of arguments that have other names, too."""
+    kwargs = {"dim" if key == "axis" else key: value for key, value in kwargs.items()}
+    if "input" in kwargs:
+        args = (kwargs.pop("input"), *args)
+    for key in ("dims", "size"):
+        if key in kwargs and name in ("flip", "permute", "expand", "broadcast_to"):
+            args = (*args, kwargs.pop(key))
+    return args, kwargs
+
+
 def _share_memory(name, base, result):
     for view in result if isinstance(result, (tuple, list)) else [result]:
         if isinstance(base, Spread) and isinstance(view, Spread):
             same = view.local.untyped_storage().data_ptr() == base.local.untyped_storage().data_ptr()
             base.memory.writable &= name in _VIEWS and same
-            base.memory.viewed, view.memory = True, base.memory
+            base.handed_out()
+            view.memory = base.memory
 
 
 def _on_whole(name, function, args, kwargs):
@@ -149,7 +161,7 @@ _RULES = {
     "conv1d": dimensions.conv1d,
     "pad": dimensions.pad,
     "index_select": dimensions.index_select,
-    "view_as": lambda function, tensor, other: shapes.view(None, tensor, other.shape),
-    "reshape_as": lambda function, tensor, other: shapes.view(None, tensor, other.shape),
-    "expand_as": lambda function, tensor, other: shapes.expand(None, tensor, other.shape),
+    "view_as": lambda function, tensor, other: tensor.view(other.shape),
+    "reshape_as": lambda function, tensor, other: tensor.reshape(other.shape),
+    "expand_as": lambda function, tensor, other: tensor.expand(other.shape),
 }

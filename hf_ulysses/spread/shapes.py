@@ -63,9 +63,9 @@ def permute(function, tensor, *order):
     return _permuted(tensor, [d % tensor.dim() for d in order])
 
 
-def transpose(function, tensor, first=-1, second=-2):
+def transpose(function, tensor, dim0=-1, dim1=-2):
     order = list(range(tensor.dim()))
-    order[first], order[second] = order[second], order[first]
+    order[dim0], order[dim1] = order[dim1], order[dim0]
     return _permuted(tensor, order)
 
 

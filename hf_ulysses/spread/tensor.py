@@ -97,6 +97,10 @@ class Memory:
 ONE = (Factor(1),)
 
 
+# What hands out memory: it would be that of a copy of the whole, which is gone by then.
+_MEMORY = ("data_ptr", "untyped_storage", "storage", "numpy", "set_")
+
+
 class Spread:
     """See above.
 
@@ -124,9 +128,12 @@ class Spread:
         ranks.allowed = max(ranks.allowed, tensor.numel() * ranks.size)
         dims = [[Factor(n)] for n in tensor.shape]
         dims[dim] = [Factor(ranks.length, row=True)]
-        spread = cls(tensor, dims, dim, ranks)
-        spread.memory.viewed = True  # By whoever passed it.
-        return spread
+        return cls(tensor, dims, dim, ranks).handed_out()  # By whoever passed it.
+
+    def handed_out(self):
+        """Somebody else may look at this memory from now on."""
+        self.fresh, self.memory.viewed = False, True
+        return self
 
     # -- what modules ask of a tensor ---------------------------------------------------------------------------------
 
@@ -154,7 +161,7 @@ class Spread:
         return self.local.is_floating_point()
 
     def is_contiguous(self):
-        return self.local.is_contiguous()
+        return False  # Alike on all ranks: whether a part is depends on how many heads it has.
 
     def __bool__(self):
         return bool(self.whole())
@@ -179,7 +186,7 @@ class Spread:
 
     def __getattr__(self, name):
         attribute = getattr(torch.Tensor, name, None)
-        if name.startswith("_") or not callable(attribute):
+        if name.startswith("_") or name in _MEMORY or not callable(attribute):
             raise AttributeError(f"a Spread has no {name}")
         return lambda *args, **kwargs: self.__torch_function__(attribute, (), (self, *args), kwargs)
 
@@ -261,7 +268,7 @@ class Spread:
         others = [p for p in sorted(free, key=lambda p: p == 0) if factors[p].size >= size and p not in rows]
         heads = [p for p in others if not factors[p].row]
         # From rows to heads and back is an exchange; anything else costs a gather.
-        places = [*heads, *others] if self.by_row else [*rows, *others]
+        places = [*heads, *others, *rows] if self.by_row else [*rows, *others]
         if not places:
             raise CannotSplit(f"dimensions {dims} of {self} are needed whole")
         return self.moved(places[0])
@@ -281,11 +288,8 @@ class Spread:
         if tensor.dim() != self.dim() or tensor.shape[:-1] != self.flattened().shape[:-1]:
             raise TypeError(f"{tuple(tensor.shape)} came of {self}")
         groups = [*self.dims[:-1], (Factor(tensor.shape[-1]),)]
-        result = Spread(
-            tensor.reshape(*self.local.shape[: self.first(self.dim() - 1)], -1), groups, self.at, self.ranks
-        )
-        result.memory.viewed = True  # For all that is known.
-        return result
+        local = tensor.reshape(*self.local.shape[: self.first(self.dim() - 1)], -1)
+        return Spread(local, groups, self.at, self.ranks).handed_out()
 
     def whole(self):
         """The tensor itself, on every rank. Collective, like every move."""

@@ -1,4 +1,4 @@
-"""Operations on a tensor that is held in part (hf_ulysses/spread.py) against the same operations on the whole one."""
+"""Operations on a tensor that is held in part (hf_ulysses/spread/) against the same operations on the whole one."""
 
 import math
 
@@ -117,6 +117,22 @@ def convolution(x, w):
     return F.silu(out).transpose(1, 2).index_select(2, torch.arange(H * D))
 
 
+def spelled_otherwise(x, w):
+    query = torch.transpose(x.view(B, S, H, D), dim0=1, dim1=2)
+    scores = torch.softmax(input=query @ query.mT, dim=-1).flip(dims=[2]).permute(dims=(1, 0, 2, 3)).permute(1, 0, 2, 3)
+    scores = scores + w["bias"].expand_as(scores) - scores.sum(axis=-1, keepdims=True) * w["mask"][:1].expand(size=(B, 1, S, S)).clamp(-1)
+    return (scores @ query).transpose(1, 2).reshape_as(x)
+
+
+def contiguous_on_some_ranks(x, w):
+    """Three heads: two are one more than a dimension of one."""
+    scores = x.view(B, S, 3, -1).transpose(1, 2) @ x.view(B, S, 3, -1).transpose(1, 2).mT
+    scores = scores.transpose(0, 1)
+    first = scores.softmax(0)
+    scores = scores if scores.is_contiguous() else scores.contiguous()
+    return x + (first + scores.cumsum(0)).sum((0, 2))[..., None]
+
+
 def rows_as_batch(x, w):
     flat = torch.addmm(w["gain"], x.view(-1, H * D), w["o"])
     return flat.view(B, S, -1).where(x > 0, 0.1)
@@ -127,7 +143,7 @@ def whole_at_last(x, w):
 
 
 SPLIT = [attention, merged_into_the_batch, one_key_head, repeated_heads, sdpa, rotary, sinks, blocks, scan, sparse]
-SPLIT += [in_place, pieces, convolution, rows_as_batch]
+SPLIT += [in_place, pieces, convolution, spelled_otherwise, rows_as_batch]
 
 
 # -- what is as long as the row, and other coincidences ---------------------------------------------------------------
@@ -290,6 +306,22 @@ def written_as_held(x, w):
     out[..., S:] = blocks
     chosen = x[..., :3].new_zeros((B, S, H * D)).scatter_(-1, x[..., :2].topk(2, dim=-1).indices, 1.0)
     return x * chosen + out.sum((1, 3))[..., None]
+
+
+def memory_of_its_own():
+    spread = Spread.of_shard(torch.ones(B, S, H * D), 1, Ranks(dist.group.WORLD, dist.get_rank(), 2, 2 * S, S))
+    for name in ("data_ptr", "numpy", "untyped_storage"):
+        with pytest.raises(AttributeError, match=f"a Spread has no {name}"):
+            getattr(spread, name)()
+
+
+def test_kernels_do_not_get_at_its_memory(ranks):
+    ranks(2).run(memory_of_its_own)
+
+
+def test_ranks_with_one_head_and_with_two(ranks):
+    for difference, _ in ranks(2).run(compared, contiguous_on_some_ranks):
+        assert difference < 1e-11
 
 
 def of_what_is_seen(x, w):

@@ -208,7 +208,8 @@ def wrapped(kind, batch, how, attached):
     with hf_ulysses.attach(model) as sp:
         # Without graphs' code, which would only take time.
         step = sharded(torch.compile(model, backend="eager") if how == "compiled" else model, batch, sp)
-        assert sp.split and all(name.endswith("around its layers") for name in sp.gathered)
+        assert {name.rpartition(".")[2] for name in sp.split} == {MODELS[kind][0]}
+        assert all(name.endswith("around its layers") for name in sp.gathered)
     step.gradients = {name.removeprefix("_orig_mod."): gradient for name, gradient in step.gradients.items()}
     return step
 
@@ -233,6 +234,53 @@ def test_a_copy_is_not_attached(ranks):
     reference = ranks(1).run(one_process, "deepseek_v32", rows(45))[0][0]
     for step in ranks(2).run(copied, rows(45)):
         same(step, reference)
+
+
+def attentions(batch, attached):
+    model = build("gpt_neo")
+    if not attached:
+        return model(**batch, output_attentions=True).attentions[-1].detach()
+    with hf_ulysses.attach(model) as sp:
+        return model(**sp.shard(batch), output_attentions=True).attentions[-1].detach()
+
+
+def test_attention_weights_that_are_asked_for(ranks):
+    reference = ranks(1).run(attentions, rows(45), False)[0]
+    for found in ranks(2).run(attentions, rows(45), True):
+        assert torch.allclose(found, reference, atol=1e-6)
+
+
+class Gate(torch.nn.Linear):
+    """Gives back what it gets, in training; and who called it goes on writing there."""
+
+    def forward(self, x):
+        return x if self.training else super().forward(x)
+
+
+class Gated(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.gate = inner, Gate(64, 64)
+
+    def forward(self, hidden_states):
+        hidden_states = hidden_states.cumsum(1)
+        gated = self.gate(hidden_states)
+        hidden_states[:, 2] = 5
+        return self.inner(gated)
+
+
+def written_behind_a_gate():
+    model = build("gpt_neo")
+    model.transformer.h[1].mlp = Gated(model.transformer.h[1].mlp)
+    with hf_ulysses.attach(model.train()) as sp:
+        part = sp.shard(rows(45))
+        assert "transformer.h.1.mlp" in sp.split
+        with pytest.raises(TypeError, match="something may or may not be a view"):
+            model(**part)
+
+
+def test_a_child_that_gives_back_what_it_gets(ranks):
+    ranks(2).run(written_behind_a_gate)
 
 
 class Shifted(torch.nn.Linear):
