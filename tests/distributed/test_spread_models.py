@@ -250,6 +250,21 @@ def test_attention_weights_that_are_asked_for(ranks):
         assert torch.allclose(found, reference, atol=1e-6)
 
 
+def inferred(batch, attached):
+    model = build("minimax").eval()
+    with hf_ulysses.attach(model) if attached else contextlib.nullcontext() as sp, torch.inference_mode():
+        if not attached:
+            return model(**batch, use_cache=False).logits.clone()
+        part = sp.shard(batch)
+        return sp.gather(model(**part).logits, like=part).clone()
+
+
+def test_inference_mode(ranks):
+    reference = ranks(1).run(inferred, rows(45), False)[0]
+    for found in ranks(2).run(inferred, rows(45), True):
+        assert torch.allclose(found, reference, atol=1e-5)
+
+
 class Gate(torch.nn.Linear):
     """Gives back what it gets, in training; and who called it goes on writing there."""
 
