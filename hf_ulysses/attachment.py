@@ -31,7 +31,7 @@ from .rotary import depends_on_positions, feed_full_row
 from .row import ROW_KEY, current_row, hold, release
 from .sharding import shard_batch
 from .spread import Spread
-from .trees import tree_map
+from .trees import leaves, tree_map
 
 _attachments: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()
 _names = Names()
@@ -243,7 +243,7 @@ class Attachment:
         def leave(module, args, kwargs, output):
             if self._entered and self._entered[-1][0] is module:
                 release(self._entered.pop()[1])
-                if outermost:
+                if outermost and any(isinstance(value, Spread) for value in leaves(output)):
                     # Attention weights that were asked for.
                     return tree_map(lambda _, value: value.whole() if isinstance(value, Spread) else value, output)
 

@@ -78,14 +78,7 @@ class _Discovery:
         try:
             # Eagerly: torch.compile would specialize on short rows, and on the hooks that watch them.
             with torch.no_grad(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
-                try:
-                    self._make_all_exact()
-                    again = False
-                except NotExact:
-                    again = self.has_spread
-                    if not again:
-                        raise
-                if again:
+                if not self._make_all_exact(forgiving=True):
                     # Without what could go wrong besides: modules that compute with tensors held in part.
                     self._start_over()
                     self._make_all_exact()
@@ -131,13 +124,20 @@ class _Discovery:
             positions = [torch.arange(b - a, device=self.tokens.device) for a, b in zip(cuts, cuts[1:])]
             yield {"input_ids": self.tokens, "position_ids": torch.cat(positions)[None]}
 
-    def _make_all_exact(self):
+    def _make_all_exact(self, forgiving=False):
+        """Whether it worked; raises if not, unless `forgiving` and there is something that can be done without."""
         rows, row = list(self._rows()), 0
         while row < len(rows):
             changes = self.changes
-            self._make_exact(rows[row])
+            try:
+                self._make_exact(rows[row])
+            except NotExact:
+                if forgiving and self.has_spread:
+                    return False
+                raise
             # What was changed for a later row must do for those before, too.
             row = 0 if row and self.changes > changes else row + 1
+        return True
 
     def _start_over(self):
         for handle in self.handles:
@@ -295,6 +295,8 @@ class _Discovery:
         return [handle for module in alike for handle in self.mixers.exchange(module, plans[module])]
 
     def _spread(self, kind, alike, batch):
+        if any(getattr(inner, "gradient_checkpointing", False) for module in alike for inner in module.modules()):
+            return None  # A checkpoint inside of it would be given what is no tensor.
         self.undone[kind], self.has_spread = [], True
         self.attachment.split += [self.names[module] for module in alike]
         return self._on_whole_row(alike, self.undone[kind])

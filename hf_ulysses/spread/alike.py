@@ -5,7 +5,8 @@ import math
 
 import torch
 
-from .tensor import ONE, CannotSplit, Factor, Spread
+from .layout import ONE, CannotSplit, Factor
+from .tensor import Spread
 
 # What has no tag of PyTorch's.
 _ALSO_ELEMENTWISE = set(

@@ -3,7 +3,8 @@
 import torch
 
 from .alike import has_dims, held_alike
-from .tensor import ONE, CannotSplit, Factor, Spread
+from .layout import ONE, CannotSplit, Factor
+from .tensor import Spread
 
 
 def along(position=1, keyword="dim", default=None):

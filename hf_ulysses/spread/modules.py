@@ -14,7 +14,8 @@ import torch
 from ..row import hold, release
 from ..trees import leaves, tree_map
 from ..trial import asking, on_trial
-from .tensor import CannotSplit, Spread
+from .layout import CannotSplit
+from .tensor import Spread
 
 # What knows one position each.
 _KNOWN = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm, torch.nn.RMSNorm)
@@ -39,6 +40,7 @@ def inside(module, dims, mixing, row_of) -> list:
             if not isinstance(value, Spread):
                 return value
             if dims.get(path) is None and sum(n == value.ranks.length for n in value.shape) > 1:
+                value.outside = True
                 return value  # Attention weights: few look at them, and they are large.
             dim = dims.get(path, 1)
             return value.whole() if dim is None else value.to_shard(dim)

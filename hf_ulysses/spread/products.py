@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from .alike import as_factors, common, held_alike, is_one, ones, widened
-from .tensor import CannotSplit, Factor, Spread, moved_together
+from .layout import CannotSplit, Factor
+from .tensor import Spread, moved_together
 
 
 def matmul(function, a, b):

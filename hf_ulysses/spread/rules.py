@@ -16,7 +16,8 @@ import torch
 
 from ..trial import on_trial
 from . import alike, dimensions, products, shapes
-from .tensor import CannotSplit, Spread
+from .layout import CannotSplit
+from .tensor import Spread
 
 # What is a view of its first operand, and what may be: whether the whole tensor's would be one, a part does not show.
 _VIEWS = set(
@@ -42,6 +43,9 @@ def run(function, args, kwargs):
     if writes and isinstance(args[0], Spread) and not args[0].memory.writable:
         raise TypeError(f"{name} writes to a tensor of which something may or may not be a view")
     for operand in operands:
+        if operand.outside:
+            # Others there are held as shards, and a checkpoint may not know that it has a gradient.
+            raise TypeError(f"{name} of attention weights outside of the module that made them")
         operand.memory.check()
         operand.fresh = operand.fresh and writes and operand is args[0]
     rule = _RULES.get(name) or (alike.elementwise if alike.is_elementwise(name) else None)

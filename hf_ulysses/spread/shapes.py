@@ -5,7 +5,8 @@ import math
 import torch
 
 from .dimensions import getitem
-from .tensor import CannotSplit, Factor, Spread
+from .layout import CannotSplit, Factor
+from .tensor import Spread
 
 
 def view(function, tensor, *shape):

@@ -20,65 +20,13 @@ Gradients are those of the operations on local tensors and of the exchanges.
 import bisect
 import itertools
 import math
-from dataclasses import dataclass, field
 
 import torch
 
 from ..all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_all
 from ..gather import gather_sequence
 from ..heads import share_heads
-
-
-class CannotSplit(Exception):
-    """An operation on a `Spread` that no rule knows."""
-
-
-@dataclass
-class Ranks:
-    """Who shares a row of `length` tokens, in shards of `shard`.
-
-    `undone`: operations that ran on whole tensors, noted once these are more than the largest that came in, all together.
-    """
-
-    group: object
-    rank: int
-    size: int
-    length: int
-    shard: int
-    undone: list = field(default_factory=list)
-    allowed: int = 0
-
-    def undo(self, what, numel):
-        self.allowed -= numel
-        if self.allowed < 0 and what not in self.undone and len(self.undone) < 20:
-            self.undone.append(what)
-
-    def is_row(self, factor):
-        """Whether a dimension is shared out as the row is: whatever is as long, so that equal sizes are held alike."""
-        return factor.size == self.length
-
-    def share(self, factor, rank=None):
-        """The range of a factor's indices that a rank holds."""
-        rank = self.rank if rank is None else rank
-        if self.is_row(factor):
-            return slice(min(rank * self.shard, self.length), min((rank + 1) * self.shard, self.length))
-        return share_heads(factor.size, factor.size, self.size)[rank].query
-
-    def held(self, tensor, dim, factor):
-        """This rank's part of a tensor that every rank has whole; rows behind the row's end repeat its last."""
-        share = self.share(factor)
-        if self.is_row(factor) and share.stop - share.start < self.shard:
-            tensor = padded(tensor, dim, self.size * self.shard)
-            share = slice(self.rank * self.shard, (self.rank + 1) * self.shard)
-        return tensor.narrow(dim, share.start, share.stop - share.start)
-
-
-@dataclass(frozen=True)
-class Factor:
-    """`row`: made of the row's positions, all of them or some: not what to hold by where there are heads."""
-
-    size: int
-    row: bool = False
+from .layout import CannotSplit, Factor, padded
 
 
 class Memory:
@@ -92,9 +40,6 @@ class Memory:
     def check(self):
         if any(whole._version != version for whole, version in self.wholes):
             raise TypeError("what an operation on the whole row returned was written to: it may be a view")
-
-
-ONE = (Factor(1),)
 
 
 # What hands out memory: it would be that of a copy of the whole, which is gone by then.
@@ -116,6 +61,7 @@ class Spread:
         self.factors = [factor for group in self.dims for factor in group]
         self._firsts = [0, *itertools.accumulate(map(len, self.dims))]
         self.fresh = False  # Just filled with one value, and nobody has a view of it: see `refill`.
+        self.outside = False  # Handed to whoever called the module, who may pass it on or gather it.
         self.memory = Memory()
         self._moved = {}
         share = ranks.share(self.factor)
@@ -385,16 +331,6 @@ def _restored(tensor, like, heads, row):
 
 def _merged(group):
     return group if len(group) == 1 else (Factor(math.prod(f.size for f in group), any(f.row for f in group)),)
-
-
-def padded(tensor, dim, length):
-    """`length` long, by repeating what is last: numbers that whatever follows can stand, with a gradient of zero."""
-    missing = length - tensor.shape[dim]
-    if not missing:
-        return tensor
-    shape = [-1] * tensor.dim()
-    shape[dim] = missing
-    return torch.cat([tensor, tensor.narrow(dim, tensor.shape[dim] - 1, 1).expand(shape)], dim)
 
 
 def _operator(name):

@@ -265,6 +265,38 @@ def test_inference_mode(ranks):
         assert torch.allclose(found, reference, atol=1e-5)
 
 
+def look_at_attention_weights(model):
+    """A layer that adds something of its attention's weights to what it passes on."""
+    for block in model.transformer.h:
+        block.__class__ = type("Looking", (type(block),), {"forward": _looking})
+
+
+def _looking(self, hidden_states, *args, **kwargs):
+    output, weights = super(type(self), self).forward(hidden_states, *args, **kwargs)
+    return output + weights.mean((1, 3))[..., None] * 64 * output, weights
+
+
+def looked_at(batch, attached, reentrant):
+    model = build("gpt_neo")
+    look_at_attention_weights(model)
+    if reentrant is not None:
+        checkpoint(model, reentrant=reentrant)
+    if not attached:
+        return whole(model, batch)
+    with hf_ulysses.attach(model) as sp:
+        step = sharded(model, batch, sp)
+        assert "transformer.h.0" in (sp.split if reentrant is None else sp.gathered)
+    return step
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["plain", "reentrant", "not reentrant"])
+def test_attention_weights_that_the_layer_uses(ranks, reentrant):
+    """A tensor held in part would not come through a checkpoint inside of the layer, nor bring its gradient out of it."""
+    reference = ranks(1).run(looked_at, rows(45), False, reentrant)[0]
+    for step in ranks(2).run(looked_at, rows(45), True, reentrant):
+        same(step, reference)
+
+
 class Gate(torch.nn.Linear):
     """Gives back what it gets, in training; and who called it goes on writing there."""
 
