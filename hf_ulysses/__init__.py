@@ -7,7 +7,7 @@ or nothing in the script at all: `accelerate launch --config_file Y -m hf_ulysse
 loop, `sp = hf_ulysses.attach(model, group)`. Importing has no side effect and loads none of these libraries.
 """
 
-from .attachment import Attachment, attach
+from .core.attachment import Attachment, attach
 from .door import disable, enable, enabled
 
 __version__ = "0.1.0"
@@ -24,7 +24,7 @@ __all__ = [
 
 def __getattr__(name):
     if name in ("ParallelismConfig", "SequenceParallelConfig"):
-        from . import config
+        from .adapters import config
 
         return getattr(config, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,7 +34,7 @@ def enable() -> None:
             hf_ulysses wraps has changed; nothing has been replaced then.
     """
     check_versions()
-    from .patches import TABLE
+    from .adapters.patches import TABLE
 
     if TABLE.applied:
         return
@@ -50,11 +50,11 @@ def enable() -> None:
 
 def disable() -> None:
     """Undo `enable()`: every replaced attribute is restored by identity, every model detached. Idempotent."""
-    patches = sys.modules.get("hf_ulysses.patches")
+    patches = sys.modules.get("hf_ulysses.adapters.patches")
     if patches is None or not patches.TABLE.applied:
         return
     patches.TABLE.undo()
-    from .attachment import detach_all
+    from .core.attachment import detach_all
 
     detach_all()
 

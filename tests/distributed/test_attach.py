@@ -14,9 +14,9 @@ from tokenizers.models import WordLevel
 from transformers import DataCollatorForLanguageModeling, DynamicCache, PreTrainedTokenizerFast
 
 import hf_ulysses
-from hf_ulysses.attachment import attachment_of
-from hf_ulysses.row import current_row
-from hf_ulysses.sharding import shard_batch
+from hf_ulysses.core.attachment import attachment_of
+from hf_ulysses.core.sequence import current_row
+from hf_ulysses.core.entrance import shard_batch
 
 from ..collectives import Collectives
 from ..models import batch_of, build

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import hf_ulysses.all_to_all
-from hf_ulysses.all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_heads
-from hf_ulysses.heads import share_heads
+import hf_ulysses.core.all_to_all
+from hf_ulysses.core.all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_heads
+from hf_ulysses.core.heads import share_heads
 
 from ..collectives import Collectives
 
@@ -148,7 +148,7 @@ class Threads:
 def test_more_ranks_than_this_machine_has(monkeypatch, heads, size):
     """Case 18."""
     world = Threads(size)
-    monkeypatch.setattr(hf_ulysses.all_to_all, "dist", world)
+    monkeypatch.setattr(hf_ulysses.core.all_to_all, "dist", world)
     world.run(check_exchange, *heads, 1, 2 * size, 3, 2, torch.float32, heads_of_a_linear)
 
 

@@ -93,8 +93,8 @@ def test_nothing_of_the_exchange_is_kept_for_backward(ranks):
 
 
 def strided_and_half(dtype):
-    from hf_ulysses.all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_heads
-    from hf_ulysses.heads import share_heads
+    from hf_ulysses.core.all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_heads
+    from hf_ulysses.core.heads import share_heads
 
     bench = bench_exchange()
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -10,7 +10,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_ulysses
-from hf_ulysses.heads import share_heads
+from hf_ulysses.core.heads import share_heads
 
 from ..models import batch_of, build, packed_positions, padded
 from .steps import FLOAT32, TOLERANCE, assert_same, sharded, whole_step

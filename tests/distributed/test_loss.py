@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from hf_ulysses.gather import gather_sequence
-from hf_ulysses.loss import reduce_loss
+from hf_ulysses.core.gather import gather_sequence
+from hf_ulysses.core.loss import reduce_loss
 
 from ..collectives import Collectives
 from .steps import average

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from hf_ulysses.spread import Ranks, Spread
-from hf_ulysses.trial import trial
+from hf_ulysses.mixing.spread import Ranks, Spread
+from hf_ulysses.mixing.trial import trial
 
 B, S, H, D = 2, 10, 6, 4
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import hf_ulysses
-from hf_ulysses.gather import gather_sequence
+from hf_ulysses.core.gather import gather_sequence
 
 from ..models import batch_of, build
 from .steps import assert_same, sharded, whole_step

@@ -22,7 +22,7 @@ sys.path.insert(0, {root!r})
 from tests.training.trajectory import train
 import hf_ulysses
 
-assert hf_ulysses.patches.TABLE.applied, "the plugin is not on"
+assert hf_ulysses.adapters.patches.TABLE.applied, "the plugin is not on"
 assert sys.argv[2:] == ["--its-own", "argument"]
 result = train(environment={{"FROM": "launcher"}}, steps=2)
 with open(os.path.join(sys.argv[1], os.environ["RANK"] + ".json"), "w") as out:

@@ -12,7 +12,7 @@ from .trajectory import rows, tiny_llama, train
 
 def snapshot():
     """Every attribute that the table replaces, by identity."""
-    from hf_ulysses.patches import TABLE
+    from hf_ulysses.adapters.patches import TABLE
 
     for patch in TABLE.table:
         patch.check()
@@ -25,14 +25,14 @@ def enable_and_disable():
     before = snapshot()
     hf_ulysses.enable()
     hf_ulysses.enable()
-    during = {patch.target: vars(patch.owner)[patch.name] for patch in hf_ulysses.patches.TABLE.table}
+    during = {patch.target: vars(patch.owner)[patch.name] for patch in hf_ulysses.adapters.patches.TABLE.table}
     assert all(during[target] is not before[target] for target in before)
     assert all(during[target].__wrapped__ is before[target] for target in before)
     hf_ulysses.disable()
     hf_ulysses.disable()
     assert all(value is before[target] for target, value in snapshot().items())
     with hf_ulysses.enabled():
-        assert hf_ulysses.patches.TABLE.applied
+        assert hf_ulysses.adapters.patches.TABLE.applied
     assert all(value is before[target] for target, value in snapshot().items())
 
 
@@ -251,7 +251,7 @@ BEHAVIOURS = {
 
 def behave(behaviour, expected, settings, without=None):
     """Run a behaviour, with one row of the table left out or not; `None` when it holds, else what went wrong."""
-    from hf_ulysses.patches import TABLE
+    from hf_ulysses.adapters.patches import TABLE
 
     table = TABLE.table
     TABLE.table = [patch for patch in table if without is None or not patch.target.endswith(without)]
@@ -271,7 +271,7 @@ def behave(behaviour, expected, settings, without=None):
 
 
 def test_every_row_has_a_behaviour():
-    from hf_ulysses.patches import TABLE
+    from hf_ulysses.adapters.patches import TABLE
 
     assert len(BEHAVIOURS) == len(TABLE.table)
     assert all(any(patch.target.endswith(name) for name in BEHAVIOURS) for patch in TABLE.table)

@@ -66,7 +66,7 @@ class Dropping:
 def verify_every_batch(**settings):
     import multiprocessing
 
-    from hf_ulysses import attachment
+    from hf_ulysses.core import attachment
 
     # The ranks of the pool are daemons, which may not start worker processes.
     multiprocessing.current_process()._config["daemon"] = False

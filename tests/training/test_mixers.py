@@ -12,7 +12,7 @@ def trained(model_type, **settings):
     model = tiny_model(tiny_config(model_type))
 
     def after(trainer):
-        from hf_ulysses.attachment import attachment_of
+        from hf_ulysses.core.attachment import attachment_of
 
         attachment = attachment_of(trainer.model)
         found.extend([] if attachment is None else [attachment.split, attachment.gathered])

@@ -246,7 +246,7 @@ def train_planted(kind, **settings):
 
 def planted_refusal(kind, engine, dp=1):
     """The start-up check alone: as for a fault that running modules on the whole row does not mend."""
-    from hf_ulysses.attachment import Attachment
+    from hf_ulysses.core.attachment import Attachment
 
     discover = Attachment.discover
     Attachment.discover = lambda self, tokens=None: None
@@ -307,7 +307,7 @@ def test_start_up_check_finds_a_loss_that_does_not_split(ranks):
 
 
 def check_off():
-    from hf_ulysses import in_trainer
+    from hf_ulysses.adapters import trainer as in_trainer
 
     def fail(*args):
         raise AssertionError("checked")
@@ -320,7 +320,8 @@ def check_off():
 
 
 def trains_without_check():
-    from hf_ulysses import ParallelismConfig, SequenceParallelConfig
+    from hf_ulysses import ParallelismConfig
+    from hf_ulysses import SequenceParallelConfig
 
     config = ParallelismConfig(
         sp_backend="torch", sp_size=2, sp_handler=SequenceParallelConfig(startup_check=False)

@@ -164,7 +164,7 @@ def train(engine="plain", sp=1, dp=1, accumulation=1, batch=1, kind="trainer", o
         before(trainer)
     trainer.train(resume_from_checkpoint=resume)
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
-    attachment = hf_ulysses.attachment.attachment_of(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
+    attachment = hf_ulysses.core.attachment.attachment_of(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
     return {
         "loss": [entry["loss"] for entry in log],
         "grad_norm": [entry.get("grad_norm") for entry in log],

@@ -7,8 +7,9 @@ import pytest
 from accelerate.parallelism_config import ParallelismConfig as AccelerateConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
 
-from hf_ulysses import ParallelismConfig, SequenceParallelConfig
-from hf_ulysses.config import StateView, requested
+from hf_ulysses import ParallelismConfig
+from hf_ulysses import SequenceParallelConfig
+from hf_ulysses.adapters.config import StateView, requested
 
 ATTENTION = "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"
 
@@ -21,7 +22,7 @@ def test_backends(backend):
 
 
 def test_backends_that_accelerate_has_itself(monkeypatch):
-    from hf_ulysses import config
+    from hf_ulysses.adapters import config
 
     assert config.upstream_backends() == ("deepspeed",)
     monkeypatch.setattr(config._AccelerateConfig, "__post_init__", lambda self: None)

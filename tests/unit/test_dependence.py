@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_ulysses.dependence import ALONE, ByHeads, Halo, Place, split_of
+from hf_ulysses.mixing.dependence import ALONE, ByHeads, Halo, Place, split_of
 
 S, HEADS, KEYS, SIZE = 23, 4, 2, 8
 

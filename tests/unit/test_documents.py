@@ -6,9 +6,10 @@ from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask
 
-from hf_ulysses import documents, row
-from hf_ulysses.masks import for_full_row
-from hf_ulysses.sharding import shard_batch
+from hf_ulysses.core import packed as documents
+from hf_ulysses.core import sequence as row
+from hf_ulysses.core.masks import for_full_row
+from hf_ulysses.core.entrance import shard_batch
 
 from ..models import build_mask
 

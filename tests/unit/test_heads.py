@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hf_ulysses.heads import share_heads
+from hf_ulysses.core.heads import share_heads
 
 COUNTS = [
     (num_heads, num_kv_heads, sp_size)

@@ -7,9 +7,9 @@ import torch
 from transformers import DynamicCache, LlamaConfig
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
 
-from hf_ulysses.masks import for_full_row
-from hf_ulysses.row import ROW_KEY, holding
-from hf_ulysses.sharding import shard_batch
+from hf_ulysses.core.masks import for_full_row
+from hf_ulysses.core.sequence import ROW_KEY, holding
+from hf_ulysses.core.entrance import shard_batch
 
 from ..models import build_mask
 

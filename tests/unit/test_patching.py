@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from hf_ulysses.patching import Names, Patch, Patches
+from hf_ulysses.adapters.patching import Names, Patch, Patches
 
 MODULE = "some_library"
 

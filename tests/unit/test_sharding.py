@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from hf_ulysses.row import ROW_KEY, Row
-from hf_ulysses.sharding import is_sharded, shard_batch
+from hf_ulysses.core.sequence import ROW_KEY, Row
+from hf_ulysses.core.entrance import is_sharded, shard_batch
 
 LENGTHS = [1, 5, 33, 1533]
 SIZES = [2, 4]

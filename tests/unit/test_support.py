@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlamaConfig, T5Config
 
-from hf_ulysses.support import check_model
+from hf_ulysses.adapters.support import check_model
 
 from ..models import config_of
 

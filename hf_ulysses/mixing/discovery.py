@@ -23,9 +23,9 @@ import re
 import torch
 import torch.distributed as dist
 
-from . import labels
+from ..core import labels
 from .mixers import Mixers
-from .row import ROW_KEY
+from ..core.sequence import ROW_KEY
 from .trace import Trace
 from .whole import Whole
 

@@ -18,12 +18,12 @@ import inspect
 
 import torch
 
-from .around import around
-from .documents import DocumentMask
-from .gather import gather_sequence
-from .row import ROW_KEY, current_row, hold, release
+from ..core.hooks import around
+from ..core.packed import DocumentMask
+from ..core.gather import gather_sequence
+from ..core.sequence import ROW_KEY, current_row, hold, release
 from .spread import Ranks, Spread, inside
-from .trees import tree_map
+from ..core.trees import tree_map
 
 # What discovery saw of an argument or result: the dimension that is as long as the row; `None` when there is none;
 # "mask" for the 2-D padding mask; "absent" for positions that the model counts by itself when the user gives none.

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from .heads import HeadShare
-from .trial import meet
+from ..mixing.trial import meet
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ Engines hang hooks on modules with parameters: they gather parameters, and free 
 
 import torch
 
-from ..row import hold, release
-from ..trees import leaves, tree_map
+from ...core.sequence import hold, release
+from ...core.trees import leaves, tree_map
 from ..trial import asking, on_trial
 from .layout import CannotSplit
 from .tensor import Spread

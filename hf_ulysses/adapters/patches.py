@@ -7,8 +7,8 @@ and a trainer has its `compute_loss` and `prediction_step` shadowed on the insta
 
 import importlib.util
 
-from . import in_accelerate as accelerate
-from . import in_trainer as trainer
+from . import accelerate
+from . import trainer
 from .patching import Patch, Patches
 
 _NATIVE = "accelerate, transformers and trl shard batches and attend through hf_ulysses' engine themselves"

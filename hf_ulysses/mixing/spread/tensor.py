@@ -23,9 +23,9 @@ import math
 
 import torch
 
-from ..all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_all
-from ..gather import gather_sequence
-from ..heads import share_heads
+from ...core.all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_all
+from ...core.gather import gather_sequence
+from ...core.heads import share_heads
 from .layout import CannotSplit, Factor, padded
 
 

@@ -18,10 +18,10 @@ import functools
 
 import torch
 
-from . import documents
+from . import packed as documents
 from .all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_heads
 from .heads import share_heads
-from .row import ROW_KEY, current_row, on_whole_row
+from .sequence import ROW_KEY, current_row, on_whole_row
 
 
 class HeadView:

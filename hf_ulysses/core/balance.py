@@ -16,7 +16,7 @@ import sys
 import torch
 
 from .gather import gather_sequence
-from .row import current_row
+from .sequence import current_row
 
 NAME = "load_balancing_loss_func"
 _TRLS = "transformers.models.mixtral.modeling_mixtral"

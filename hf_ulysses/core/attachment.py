@@ -19,18 +19,21 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from . import balance, discovery, recomputation, support
-from .around import around
+from . import balance
+from ..mixing import discovery
+from . import recomputation
+from ..adapters import support
+from .hooks import around
 from .attention import exchanging
 from .gather import all_gather_single, gather_sequence
 from .loss import reduce_loss
 from .masks import BUILDERS, for_full_row
-from .outside_loss import LossRule
-from .patching import Names
+from ..adapters.outside_loss import LossRule
+from ..adapters.patching import Names
 from .rotary import depends_on_positions, feed_full_row
-from .row import ROW_KEY, current_row, hold, release
-from .sharding import shard_batch
-from .spread import Spread
+from .sequence import ROW_KEY, current_row, hold, release
+from .entrance import shard_batch
+from ..mixing.spread import Spread
 from .trees import leaves, tree_map
 
 _attachments: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()

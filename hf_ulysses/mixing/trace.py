@@ -8,8 +8,8 @@ import contextlib
 
 import torch
 
-from .row import ROW_KEY
-from .trees import tree_map
+from ..core.sequence import ROW_KEY
+from ..core.trees import tree_map
 from .trial import PeersDiffer, is_asking, trial
 from .whole import map_arguments
 

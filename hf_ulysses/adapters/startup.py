@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from .outside_loss import LossRule, is_outside, of_the_row, one_position_more
-from .row import ROW_KEY
-from .sharding import IGNORE_INDEX, shard_batch
+from ..core.sequence import ROW_KEY
+from ..core.entrance import IGNORE_INDEX, shard_batch
 
 _TOKENS_PER_SHARD = 16
 # Sums in another order differ by 1e-6 in float32, by a few percent over the layers of a deep model in half precision;

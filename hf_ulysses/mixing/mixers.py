@@ -19,14 +19,14 @@ Gradients are those of the exchanges. A parameter's are its heads', of the whole
 
 import torch
 
-from .all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_all
-from .around import around
+from ..core.all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_all
+from ..core.hooks import around
 from .dependence import ALONE, ByHeads, Halo, Place, own_heads, repeated, sequence_dim, split_of, tensors_of
-from .gather import gather_sequence
-from .heads import share_heads
-from .row import ROW_KEY, current_row, hold, release
+from ..core.gather import gather_sequence
+from ..core.heads import share_heads
+from ..core.sequence import ROW_KEY, current_row, hold, release
 from .seams import at_seams, stand, standing, step_aside
-from .trees import tree_map
+from ..core.trees import tree_map
 from .whole import map_arguments, takes
 
 # What `shard` adds, and models hand on to whoever takes keyword arguments.

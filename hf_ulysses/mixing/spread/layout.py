@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..heads import share_heads
+from ...core.heads import share_heads
 
 
 class CannotSplit(Exception):

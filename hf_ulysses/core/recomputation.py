@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.utils.checkpoint
 
-from .row import current_row, holding
+from .sequence import current_row, holding
 
 _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 # Whoever has one of these above it on the stack is run again in backward, after the model's forward is over.

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
-from . import outside_loss, support
+from . import outside_loss
+from . import support
 from .config import requested
-from .in_accelerate import attach_model, gathering_rows, share_randomness, sp_group, view_of
-from .row import ROW_KEY
-from .sharding import is_sharded
+from .accelerate import attach_model, gathering_rows, share_randomness, sp_group, view_of
+from ..core.sequence import ROW_KEY
+from ..core.entrance import is_sharded
 from .startup import check_first_step
 
 

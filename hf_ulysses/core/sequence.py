@@ -14,7 +14,7 @@ from contextvars import ContextVar
 
 import torch
 
-from . import documents
+from . import packed as documents
 
 ROW_KEY = "ulysses_row"
 

@@ -14,8 +14,8 @@ import inspect
 
 import torch
 
-from . import documents as documents_module
-from .row import current_row
+from . import packed as documents_module
+from .sequence import current_row
 
 CAUSAL_BUILDERS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 BUILDERS = (

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from .trial import meet
+from ..mixing.trial import meet
 
 # torch 2.13 renamed it, with a warning; older ones know the old name only.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

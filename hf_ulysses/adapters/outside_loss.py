@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .row import ROW_KEY
-from .sharding import IGNORE_INDEX
+from ..core.sequence import ROW_KEY
+from ..core.entrance import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

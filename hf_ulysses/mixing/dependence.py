@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .heads import share_heads
-from .trees import tree_map
+from ..core.heads import share_heads
+from ..core.trees import tree_map
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import inspect
 
 import torch
 
-from .row import current_row
+from .sequence import current_row
 
 _DEPENDENT = ("dynamic", "longrope")
 

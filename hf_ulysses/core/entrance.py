@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from .row import ROW_KEY, Row
+from .sequence import ROW_KEY, Row
 
 IGNORE_INDEX = -100
 BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

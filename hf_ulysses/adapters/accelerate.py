@@ -15,9 +15,9 @@ from contextvars import ContextVar
 import numpy
 import torch
 
-from .attachment import Attachment, attach, attachment_of
+from ..core.attachment import Attachment, attach, attachment_of
 from .config import StateView, requested, upstream_backends
-from .sharding import shard_batch
+from ..core.entrance import shard_batch
 
 # The accelerator whose `prepare_data_loader` runs: the function it calls gets no reference to it.
 _preparing: ContextVar = ContextVar("ulysses_preparing", default=None)

@@ -17,7 +17,7 @@ from contextvars import ContextVar
 
 import torch
 
-from .patching import Names
+from ..adapters.patching import Names
 
 _standing: ContextVar = ContextVar("ulysses_seams", default=None)
 _names = Names()
