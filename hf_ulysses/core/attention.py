@@ -6,6 +6,8 @@
       gather_heads_scatter_seq
     output                   [B, s, H, E]
 
+With `attachment.head_chunks` this is done for a few heads after the others, so that the whole row of only those is alive.
+
 The core sees what it would see without sequence parallelism, with fewer heads: the full row's mask (masks.py),
 positions and document boundaries, and a view of its module in which head counts and per-head parameters (sinks) are
 this rank's. Acts only for modules of an attached model in a sharded forward; everything else goes straight through.
@@ -20,7 +22,8 @@ import torch
 
 from . import packed as documents
 from .all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_heads
-from .heads import share_heads
+from .heads import chunk_heads, share_heads
+from .pieces import again_in_backward, collected
 from .sequence import ROW_KEY, current_row, on_whole_row
 
 
@@ -79,32 +82,48 @@ def _exchanging(core, attachment_of):
 
 
 def _attend(core, attachment, row, module, query_BHsD, key_BGsD, value_BGsE, attention_mask, args, kwargs):
-    num_heads = query_BHsD.shape[1]
+    num_heads, num_kv_heads = query_BHsD.shape[1], key_BGsD.shape[1]
     _check(attachment, row, module, query_BHsD, key_BGsD, value_BGsE, kwargs)
     query_BHsD, key_BGsD, value_BGsE = _one_dtype(query_BHsD, key_BGsD, value_BGsE)
-    exchange = Exchange(attachment.group, attachment.rank, share_heads(num_heads, key_BGsD.shape[1], attachment.size))
-    share = exchange.mine
     attachment.exchanges += 1
 
-    query_BhSD, key_BgSD, value_BgSE = gather_seq_scatter_heads(query_BHsD, key_BGsD, value_BGsE, exchange)
-    if share.kv_index is not None:
-        index = torch.tensor(share.kv_index, device=key_BgSD.device)
-        key_BgSD, value_BgSE = key_BgSD.index_select(1, index), value_BgSE.index_select(1, index)
+    def attend_with(chunk, query_BHsD, key_BGsD, value_BGsE):
+        """Exchange, attend and exchange back the heads of `chunk`, which the three tensors hold."""
+        shares = share_heads(query_BHsD.shape[1], key_BGsD.shape[1], attachment.size)
+        exchange = Exchange(attachment.group, attachment.rank, shares)
+        share = exchange.mine.among(chunk)
+        query_BhSD, key_BgSD, value_BgSE = gather_seq_scatter_heads(query_BHsD, key_BGsD, value_BGsE, exchange)
+        if share.kv_index is not None:
+            index = torch.tensor(share.kv_index, device=key_BgSD.device)
+            key_BgSD, value_BgSE = key_BgSD.index_select(1, index), value_BgSE.index_select(1, index)
 
-    view = HeadView(module, share, num_heads)
-    kwargs = _full_row_kwargs(kwargs, row, module, share, num_heads)
+        view = HeadView(module, share, num_heads)
+        full = _full_row_kwargs(kwargs, row, module, share, num_heads)
 
-    def attend(query, key, value, mask, kwargs):
-        return core(view, query, key, value, mask, *args, **kwargs)[0]
+        def attend(query, key, value, mask, kwargs):
+            return core(view, query, key, value, mask, *args, **kwargs)[0]
 
-    if isinstance(attention_mask, documents.DocumentMask):
-        out_BShE = documents.attend(attend, query_BhSD, key_BgSD, value_BgSE, attention_mask, kwargs)
-    else:
-        mask = _full_row_mask(attention_mask, row, module, share, num_heads)
-        out_BShE = attend(query_BhSD, key_BgSD, value_BgSE, mask, kwargs)
-    # Where nothing is saved for backward (evaluation, checkpointing) these are not needed while the output travels.
-    del query_BhSD, key_BgSD, value_BgSE
-    return gather_heads_scatter_seq(out_BShE, exchange), None
+        if isinstance(attention_mask, documents.DocumentMask):
+            out_BShE = documents.attend(attend, query_BhSD, key_BgSD, value_BgSE, attention_mask, full)
+        else:
+            mask = _full_row_mask(attention_mask, row, module, share, num_heads)
+            out_BShE = attend(query_BhSD, key_BgSD, value_BgSE, mask, full)
+        # Where nothing is saved for backward (evaluation, checkpointing) these are not needed while the output travels.
+        del query_BhSD, key_BgSD, value_BgSE
+        return gather_heads_scatter_seq(out_BShE, exchange)
+
+    chunks = chunk_heads(num_heads, num_kv_heads, attachment.size, getattr(attachment, "head_chunks", 1))
+    if len(chunks) == 1:
+        return attend_with(chunks[0], query_BHsD, key_BGsD, value_BGsE), None
+    out_BsHE = None
+    for chunk in chunks:
+        parts = query_BHsD[:, chunk.query], key_BGsD[:, chunk.kv], value_BGsE[:, chunk.kv]
+        # Backward exchanges again, from the local tensors: else the whole row of every chunk would be kept for it.
+        out_BshE = again_in_backward(attend_with, chunk, *parts, random=kwargs.get("dropout", 0.0) > 0)
+        if out_BsHE is None:
+            out_BsHE = out_BshE.new_empty(*out_BshE.shape[:2], num_heads, out_BshE.shape[-1])
+        out_BsHE = collected(out_BsHE, out_BshE, 2, chunk.query)
+    return out_BsHE, None
 
 
 def _check(attachment, row, module, query, key, value, kwargs):

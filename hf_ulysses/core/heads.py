@@ -10,8 +10,12 @@
 Source of the scheme: DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509 (even heads only).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+
+
+# More chunks save little more, and where key/value heads are fewer than ranks each sends them again.
+_MOST_CHUNKS = 4
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,14 @@ class HeadShare:
     @property
     def num_kv(self) -> int:
         return self.kv.stop - self.kv.start
+
+    def among(self, chunk: "HeadShare") -> "HeadShare":
+        """This share of the heads of `chunk`, counted among all heads."""
+        return replace(self, query=_moved(self.query, chunk.query.start), kv=_moved(self.kv, chunk.kv.start))
+
+
+def _moved(heads: slice, by: int) -> slice:
+    return slice(heads.start + by, heads.stop + by)
 
 
 def _balanced(total: int, parts: int) -> list[range]:
@@ -72,6 +84,48 @@ def share_heads(num_heads: int, num_kv_heads: int, sp_size: int) -> tuple[HeadSh
     else:
         queries = _balanced(num_heads, sp_size)
     return tuple(_share(query, groups) for query in queries)
+
+
+@lru_cache(maxsize=256)
+def chunk_heads(num_heads: int, num_kv_heads: int, sp_size: int, chunks: int | str) -> tuple[HeadShare, ...]:
+    """Cut an attention layer's heads into chunks that are exchanged one after the other.
+
+    A chunk has whole key/value heads with all their query heads; where there are fewer of them than chunks, part of the
+    query heads of one. Each is distributed over all ranks, so it needs `sp_size` query heads.
+
+    Args:
+        chunks (`int` or `"auto"`): how many; "auto" the most, up to four, that keep key/value heads whole and loads even.
+
+    Returns:
+        `tuple[HeadShare, ...]`: one per chunk, in head order; `kv_index` is not used.
+
+    Raises:
+        ValueError: a number of chunks that does not fit, with those that do.
+    """
+    if chunks == 1:
+        return (HeadShare(slice(0, num_heads), slice(0, num_kv_heads), num_heads // num_kv_heads),)
+    possible = {n: found for n in range(1, num_heads + 1) if (found := _chunks(num_heads, num_kv_heads, sp_size, n))}
+    if chunks == "auto":
+        whole = {n: found for n, found in possible.items() if n <= min(num_kv_heads, _MOST_CHUNKS)}
+        chunks = max((n for n, found in whole.items() if not any(c.num_query % sp_size for c in found)), default=1)
+    if chunks != 1 and chunks not in possible:
+        raise ValueError(
+            f"head_chunks={chunks} does not fit an attention layer with {num_heads} query and {num_kv_heads} key/value "
+            f"heads over sp_size={sp_size}: every rank needs a query head of every chunk. Choose it from {[*possible]}, or 'auto'."
+        )
+    return possible.get(chunks) or chunk_heads(num_heads, num_kv_heads, sp_size, 1)
+
+
+def _chunks(num_heads, num_kv_heads, sp_size, chunks):
+    groups = num_heads // num_kv_heads
+    if chunks <= num_kv_heads:
+        kv = _balanced(num_kv_heads, chunks)
+        found = [HeadShare(slice(r.start * groups, r.stop * groups), slice(r.start, r.stop), groups) for r in kv]
+    elif chunks % num_kv_heads == 0:
+        found = share_heads(num_heads, num_kv_heads, chunks)
+    else:
+        return None
+    return tuple(found) if min(chunk.num_query for chunk in found) >= sp_size else None
 
 
 def _share(query: range, groups: int) -> HeadShare:

@@ -128,7 +128,7 @@ class Host:
         buffer = self._buffer(tensor)
         kept = _Kept(self, tensor, buffer, self._last)
         self._last = weakref.ref(kept)
-        if tensor.device.type == "cpu":
+        if not _has_streams(tensor.device):
             kept.place.copy_(tensor)
             return kept
         here, side = self._streams(tensor.device)
@@ -143,7 +143,7 @@ class Host:
     def begin(self, kept) -> None:
         """Begin to bring a tensor back; its memory belongs to the stream that will use it."""
         result = torch.empty_strided(kept.shape, kept.stride, dtype=kept.place.dtype, device=kept.device)
-        if kept.device.type == "cpu":
+        if not _has_streams(kept.device):
             kept.arriving = result.copy_(kept.place), None
             return
         here, side = self._streams(kept.device)
@@ -172,7 +172,8 @@ class Host:
         if self.buffers:
             # Too small, as all of them: longer rows replace the buffers of shorter ones.
             self.allocated -= self.buffers.pop().nbytes
-        buffer = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
+        # Meta tensors (plans) have nothing that could be copied elsewhere.
+        buffer = torch.empty(tensor.nbytes, dtype=torch.uint8, device="meta" if tensor.is_meta else "cpu")
         self.allocated += buffer.nbytes
         if tensor.device.type == "cuda" and type(buffer) is torch.Tensor:
             _pin(buffer)
@@ -200,6 +201,10 @@ class _Kept:
         if before is not None and before.arriving is None:
             self._host.begin(before)
         return result
+
+
+def _has_streams(device):
+    return device.type not in ("cpu", "meta") and torch.accelerator.is_available()
 
 
 def _pin(buffer):

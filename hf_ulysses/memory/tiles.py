@@ -7,8 +7,7 @@
 3. Results are written side by side into one tensor (`collected`), where `torch.cat` would hold everything twice.
 """
 
-import torch
-from torch.utils.checkpoint import checkpoint
+from ..core.pieces import again_in_backward, collected
 
 
 def cut(length: int, tiles: int) -> list[slice]:
@@ -40,30 +39,3 @@ def in_tiles(function, tensors, dim: int, tiles: int, *, always: bool, random: b
             result = out.new_empty([*out.shape[:dim], length, *out.shape[dim + 1 :]])
         result = collected(result, out, dim, piece)
     return result
-
-
-def again_in_backward(function, *arguments, random: bool = False):
-    """`function(*arguments)`, of which backward keeps the arguments only."""
-    if not torch.is_grad_enabled():
-        return function(*arguments)
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=random)
-
-
-def collected(result, part, dim: int, where: slice):
-    """Write `part` into the places `where` of `result`, which nobody has written before. Differentiable, in place."""
-    return _Collected.apply(result, part, dim, where)
-
-
-class _Collected(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, result, part, dim, where):
-        ctx.dim, ctx.where = dim, where
-        result.narrow(dim, where.start, where.stop - where.start).copy_(part)
-        ctx.mark_dirty(result)
-        return result
-
-    @staticmethod
-    def backward(ctx, grad):
-        # What lies elsewhere was written by others, so `grad` may go on to them whole, without a copy.
-        part = grad.narrow(ctx.dim, ctx.where.start, ctx.where.stop - ctx.where.start)
-        return grad if ctx.needs_input_grad[0] else None, part, None, None

@@ -38,6 +38,7 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     bias: bool = False
+    chunks: int | str = 1
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, softcap=None, **kwargs):
@@ -109,6 +110,7 @@ def whole(case, batch, weights):
 def sharded(case, batch, weights):
     module, embeds = build(case), batch["inputs_embeds"].clone().requires_grad_()
     with hf_ulysses.attach(module) as sp:
+        sp.head_chunks = case.chunks
         part = sp.shard({**batch, "inputs_embeds": embeds, "weights": weights})
         local_weights = part.pop("weights")
         out = module(**part)
@@ -175,3 +177,27 @@ def test_packed_documents(ranks, case):
 def test_padded_rows(ranks, case, side):
     hidden = torch.tensor([[0] * 7 + [1] * 15, [0] + [1] * 21])
     compare(ranks, 4, CASES[case], attention_mask=hidden if side == "left" else hidden.flip(-1))
+
+
+CHUNKED = {
+    "two chunks": Case(heads=(8, 4), chunks=2),
+    "as many as KV heads": Case(heads=(16, 4), chunks=4),
+    "auto": Case(heads=(16, 4), chunks="auto"),
+    "KV heads that the chunks do not divide": Case(heads=(24, 3), chunks=2),
+    "uneven heads in each chunk": Case("eager", heads=(14, 2), chunks=2),
+    "parts of a KV head": Case(heads=(16, 1), chunks=4),
+    "parts of KV heads": Case("eager", heads=(16, 2), chunks=4),
+    "without groups": Case(heads=(9, 9), chunks=2),
+    "sinks, sliding window": Case("eager", heads=(16, 4), sinks=True, mask="sliding", chunks=4),
+    "bias per head": Case("eager", heads=(12, 3), bias=True, chunks=3),
+    "MLA": Case(heads=(8, 8), sizes=(24, 16), chunks=2),
+}
+
+
+@pytest.mark.parametrize("rows", ["plain", "packed", "left"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", CHUNKED)
+def test_a_few_heads_at_a_time(ranks, case, size, rows):
+    hidden = torch.tensor([[0] * 7 + [1] * 15, [0] + [1] * 21])
+    more = dict(plain={}, packed=dict(B=1, position_ids=packed_positions(5, 11, 6)), left=dict(attention_mask=hidden))
+    compare(ranks, size, CHUNKED[case], **more[rows])

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hf_ulysses.core.heads import share_heads
+from hf_ulysses.core.heads import chunk_heads, share_heads
 
 COUNTS = [
     (num_heads, num_kv_heads, sp_size)
@@ -60,3 +60,30 @@ def test_too_many_ranks_lists_the_options():
 def test_heads_that_are_not_grouped():
     with pytest.raises(ValueError, match=re.escape("7 query heads are no multiple of 2 key/value heads")):
         share_heads(7, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "heads,sp_size,chunks,sizes",
+    [
+        ((32, 8), 8, 4, [(8, 2)] * 4),
+        ((32, 8), 8, "auto", [(8, 2)] * 4),
+        ((32, 8), 4, 8, [(4, 1)] * 8),
+        ((32, 8), 16, "auto", [(16, 4)] * 2),
+        ((24, 3), 4, 2, [(16, 2), (8, 1)]),
+        ((16, 1), 4, 4, [(4, 1)] * 4),
+        ((16, 2), 4, 4, [(4, 1)] * 4),
+        ((9, 9), 4, 2, [(5, 5), (4, 4)]),
+        ((7, 7), 4, "auto", [(7, 7)]),
+    ],
+)
+def test_chunks(heads, sp_size, chunks, sizes):
+    found = chunk_heads(*heads, sp_size, chunks)
+    assert [(chunk.num_query, chunk.num_kv) for chunk in found] == sizes
+    assert [head for chunk in found for head in range(heads[0])[chunk.query]] == list(range(heads[0]))
+    assert all(chunk.query.start // (heads[0] // heads[1]) == chunk.kv.start for chunk in found)
+
+
+@pytest.mark.parametrize("heads,sp_size,chunks,choices", [((8, 2), 4, 4, "1, 2"), ((8, 2), 2, 3, "1, 2, 4"), ((4, 4), 4, 2, "1")])
+def test_chunks_that_do_not_fit_are_refused_with_those_that_do(heads, sp_size, chunks, choices):
+    with pytest.raises(ValueError, match=rf"head_chunks={chunks} .*{heads[0]} query.*Choose it from \[{choices}\]"):
+        chunk_heads(*heads, sp_size, chunks)
