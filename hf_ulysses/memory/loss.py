@@ -14,10 +14,12 @@ the head already (Liger, TRL's `fused_lm_head`).
 """
 
 import copy
+import dataclasses
 import functools
 import inspect
 import logging
 import math
+from collections import OrderedDict
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ..core.labels import IGNORE_INDEX, shifted
+from ..core.labels import IGNORE_INDEX
 from ..core.pieces import again_in_backward
 from .per_position import decoder_of
 from .tiles import cut
@@ -33,6 +35,8 @@ from .tiles import cut
 logger = logging.getLogger(__name__)
 # Bytes of float32 logits: of a tile, and of a row that "auto" tiles.
 _TILE, _AUTO = 2**27, 2**30
+# What asks for logits of some positions, or for a loss that is fused with the head.
+_OF_PART = ("logits_to_keep", "fused_lm_head")
 _TOLERANCE, _TOLERANCE_HALF = 1e-3, 3e-2
 
 
@@ -80,10 +84,9 @@ class _TiledHead:
     def __init__(self, head, tiles):
         self.head, self.tiles = head, tiles
         self.inner = vars(head).get("forward")
-        self.signature = inspect.signature(type(head).forward if self.inner is None else self.inner)
+        # By that name Trainers find out what a model takes.
+        self.__signature__ = inspect.signature(head.forward)
         self.tried = set()
-        # Whose signature Trainers read.
-        functools.update_wrapper(self, type(head).forward if self.inner is None else self.inner, updated=())
         head.forward = self
 
     def remove(self):
@@ -97,18 +100,16 @@ class _TiledHead:
 
     def __call__(self, *args, **kwargs):
         given = self._by_name(args, kwargs)
-        loss_only = all(given.get(name, 0) is None or not _asked(given.get(name, 0)) for name in ("logits_to_keep", "fused_lm_head"))
-        if given.get("labels") is None or not loss_only or given.get("return_dict") is False:
+        of_part = any(not isinstance(given.get(name), (bool, int, type(None))) or given.get(name) for name in _OF_PART)
+        if given.get("labels") is None or of_part or given.get("return_dict") is False:
             return self.whole(*args, **kwargs)
         return self._tiled(given)
 
     def _by_name(self, args, kwargs):
-        first = [] if self.inner is not None else [self.head]
-        given = dict(self.signature.bind_partial(*first, *args, **kwargs).arguments)
-        for name, parameter in self.signature.parameters.items():
+        given = dict(self.__signature__.bind_partial(*args, **kwargs).arguments)
+        for name, parameter in self.__signature__.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 given.update(given.pop(name, {}))
-        given.pop("self", None)
         return given
 
     def _tiled(self, given):
@@ -156,9 +157,12 @@ class _Row:
     def __init__(self, tiled, name, recorder, loss_function, given):
         self.tiled, self.name, self.recorder, self.loss_function, self.given = tiled, name, recorder, loss_function, given
         takes_shifted = "shift_labels" in inspect.signature(loss_function).parameters
-        labels, shift_labels = given["labels"], given.get("shift_labels")
-        self.targets = shift_labels if shift_labels is not None else shifted(labels) if takes_shifted else labels
-        self.takes_shifted = takes_shifted
+        self.takes_shifted, self.ignored = takes_shifted, given.get("ignore_index", IGNORE_INDEX)
+        shift_labels = given.get("shift_labels")
+        self.targets = self.targets_of(given["labels"]) if shift_labels is None else shift_labels
+
+    def targets_of(self, labels):
+        return F.pad(labels, (0, 1), value=self.ignored)[:, 1:].contiguous() if self.takes_shifted else labels
 
     def whole(self, hidden, labels, shift_labels):
         """What the head gives for `hidden` by itself."""
@@ -177,21 +181,21 @@ class _Row:
         """The sum over tiles of the loss function's values, each over the count of all `targets`."""
         count = self.given.get("num_items_in_batch")
         if count is None:
-            count = (targets != self.given.get("ignore_index", IGNORE_INDEX)).sum()
+            count = (targets != self.ignored).sum()
         partitioned = any(hasattr(parameter, "ds_id") for parameter in self.tiled.head.parameters())
         length, total = hidden.shape[1], 0.0
         # Under ZeRO-3 all ranks gather the output embeddings equally often.
         for piece in cut(length, tiles if partitioned else min(tiles, length)):
             part = targets[:, piece].contiguous()
             if piece.start == piece.stop:
-                piece, part = slice(length - 1, length), torch.full_like(targets[:, -1:], IGNORE_INDEX)
+                piece, part = slice(length - 1, length), torch.full_like(targets[:, -1:], self.ignored)
             total = total + again_in_backward(self._of_tile, hidden[:, piece], part, count)
         return total
 
     def _of_tile(self, hidden, targets, count):
         calls = _Calls(self.loss_function, targets, count, self.takes_shifted)
         given = {name: value for name, value in self.given.items() if name != "shift_labels"}
-        if "output_router_logits" in self.tiled.signature.parameters:
+        if "output_router_logits" in self.tiled.__signature__.parameters:
             given["output_router_logits"] = False  # Their loss has been counted.
         with _instead(self.tiled.head, self.name, self.recorder.giving(hidden), calls):
             self.tiled.whole(**{**given, "labels": targets})
@@ -204,8 +208,8 @@ class _Row:
         if type(hidden) is not torch.Tensor or hidden.is_meta:
             return True
         labels = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2]).clone()
-        labels[:, 2:3] = IGNORE_INDEX
-        targets = shifted(labels).contiguous() if self.takes_shifted else labels
+        labels[:, 2:3] = self.ignored
+        targets = self.targets_of(labels)
         whole = self.whole(hidden, labels, targets if self.given.get("shift_labels") is not None else None).loss
         with _instead(self.tiled.head, self.name, self.recorder.giving(hidden), _Calls()):
             rest = self.tiled.whole(**{**self.given, "labels": labels}).loss
@@ -293,14 +297,10 @@ def _is_number(tiles):
     return isinstance(tiles, int) and not isinstance(tiles, bool)
 
 
-def _asked(value):
-    return bool(value) if not torch.is_tensor(value) else True
-
-
 def _later(output, compute):
     """`output`, whose logits are computed when they are read: as attribute, by key, by place or among all items."""
     object.__setattr__(output, "__class__", _later_class(type(output)))
-    dict.pop(output, "logits", None)
+    OrderedDict.pop(output, "logits", None)
     vars(output)["logits"], vars(output)["_compute_logits"] = None, compute
     return output
 
@@ -311,6 +311,9 @@ def _later_class(cls):
         compute = vars(self).pop("_compute_logits", None)
         if compute is not None:
             self.logits = compute()
+            for field in dataclasses.fields(self):
+                if field.name in self.keys():
+                    OrderedDict.move_to_end(self, field.name)
 
     class Later(cls):
         def __getattribute__(self, name):
