@@ -24,6 +24,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sp-backend", choices=["deepspeed", "torch"], help='"deepspeed" under DeepSpeed, "torch" under FSDP2 and DDP'
     )
+    parser.add_argument("--memory", choices=["max"], help="switch on all that saves memory (docs/memory.md)")
+    parser.add_argument(
+        "--config_file", metavar="YAML", help="the Accelerate YAML again, for its memory switches, which accelerate does not export"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as in python -m")
     parser.add_argument("program", metavar="PROGRAM", help="script or module to run")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="the program's own arguments")
@@ -36,11 +40,17 @@ def main(argv: list[str] | None = None) -> None:
         _export(options.sp_size)
     if options.sp_backend is not None:
         os.environ["PARALLELISM_CONFIG_SP_BACKEND"] = options.sp_backend
+    if options.memory is not None:
+        os.environ["PARALLELISM_CONFIG_SP_MEMORY"] = options.memory
     # Long rows fragment the allocator; a user's own setting stays.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
     from .door import enable
 
+    if options.config_file is not None:
+        from .adapters.config import export_yaml
+
+        export_yaml(options.config_file)
     enable()
     if options.module:
         sys.argv = [options.program, *options.args]

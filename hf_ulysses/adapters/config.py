@@ -12,13 +12,19 @@ Pickled, all of them are accelerate's own classes: a saved training_args.bin loa
 import copyreg
 import os
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
+import yaml
 from accelerate.parallelism_config import ParallelismConfig as _AccelerateConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig, DistributedType
 
+from ..memory import Settings
+
 BACKENDS = ("deepspeed", "torch")
+_SP_PREFIX = "PARALLELISM_CONFIG_SP_"
 _ATTENTION_VARIABLE = "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION"
+# What an environment variable may say. "1" and "0" are on and off; one tile or one chunk is off, too.
+_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False, "none": None}
 _SWITCH_VARIABLE = "ACCELERATE_USE_PARALLELISM_CONFIG"
 _SIZE_VARIABLE = "PARALLELISM_CONFIG_SP_SIZE"
 
@@ -51,9 +57,17 @@ class SequenceParallelConfig(_PicklesAsUpstream, DeepSpeedSequenceParallelConfig
             environment, which `accelerate launch` always exports.
         startup_check (`bool`, *optional*, defaults to `True`): compare a short row, sharded and whole, before the
             first training step. The environment variable `HF_ULYSSES_STARTUP_CHECK=0` switches it off too.
+        tiled_loss, tiled_mlp, tiled_norms, offload_checkpoints, head_chunks, memory (*optional*): the memory switches, see
+            `hf_ulysses.memory.Settings`. `None` takes the environment's `PARALLELISM_CONFIG_SP_<NAME>`, or leaves it off.
     """
 
     startup_check: bool = field(default=True)
+    tiled_loss: bool | int | str | None = None
+    tiled_mlp: bool | int | None = None
+    tiled_norms: bool | int | None = None
+    offload_checkpoints: bool | None = None
+    head_chunks: int | str | None = None
+    memory: str | None = None
     _upstream = DeepSpeedSequenceParallelConfig
 
     def __post_init__(self):
@@ -64,6 +78,39 @@ class SequenceParallelConfig(_PicklesAsUpstream, DeepSpeedSequenceParallelConfig
         super().__post_init__()
         self.sp_attn_implementation = given if given is not None else from_environment
         self.explicit_attention = given is not None
+        memory_settings(self)
+
+
+def memory_settings(handler) -> Settings:
+    """The memory switches of a `sp_handler`, which may be accelerate's own or `None`. Raises `ValueError`."""
+    given = {field.name: getattr(handler, field.name, None) for field in fields(Settings)}
+    for name, value in given.items():
+        text = os.environ.get(f"{_SP_PREFIX}{name.upper()}")
+        if value is None and text is not None:
+            words = {} if name == "head_chunks" else _WORDS
+            given[name] = words.get(text.lower(), int(text) if text.isdecimal() else text)
+    return Settings(**{name: value for name, value in given.items() if value is not None})
+
+
+def export_yaml(path: str) -> None:
+    """Export the memory switches of an Accelerate YAML, of which `accelerate launch` exports what it knows only.
+
+    They stand beside accelerate's own keys: `parallelism_config: {parallelism_config_sp_tiled_mlp: true}`. What the
+    environment has already stays.
+
+    Raises:
+        ValueError: a key with this prefix that nobody knows.
+    """
+    with open(path, encoding="utf-8") as file:
+        block = (yaml.safe_load(file) or {}).get("parallelism_config") or {}
+    switches = [field.name for field in fields(Settings)]
+    accelerates = ["size", "backend", "seq_length", "seq_length_is_variable", "attn_implementation"]
+    for key, value in block.items():
+        name = key.removeprefix("parallelism_config_sp_")
+        if name != key and name not in switches + accelerates:
+            raise ValueError(f"{path}: {key} is not known. The memory switches are parallelism_config_sp_... {switches}.")
+        if name in switches and value is not None:
+            os.environ.setdefault(f"{_SP_PREFIX}{name.upper()}", str(value))
 
 
 class ParallelismConfig(_PicklesAsUpstream, _AccelerateConfig):
@@ -97,6 +144,11 @@ class ParallelismConfig(_PicklesAsUpstream, _AccelerateConfig):
     def startup_check(self) -> bool:
         asked = getattr(self.sp_handler, "startup_check", True)
         return asked and os.environ.get("HF_ULYSSES_STARTUP_CHECK", "1").lower() not in ("0", "false", "no")
+
+    @property
+    def memory_settings(self) -> Settings:
+        """The memory switches that were asked for, by the handler or by the environment."""
+        return memory_settings(self.sp_handler)
 
     @property
     def attention_to_set(self) -> str | None:

@@ -10,8 +10,14 @@ Every switch acts on modules that it finds by structure, is exact up to the orde
 that it returns. docs/memory.md says what each is worth and what it costs.
 """
 
+import logging
+import os
+
+import torch
+
 from .settings import Settings
 
+logger = logging.getLogger(__name__)
 __all__ = ["Settings", "switch_on"]
 
 
@@ -44,4 +50,14 @@ def switch_on(model, settings: Settings, attachment=None) -> list:
         handles += heads.chunk_heads(model, attachment, settings.head_chunks)
     if settings.tiled_loss:
         handles += loss.tile_loss(model, settings.tiled_loss)
+    if handles and torch.cuda.is_available() and not _expandable():
+        logger.warning(
+            "The CUDA allocator's expandable_segments are off; long rows fragment its memory. Set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the program starts, or launch it with -m hf_ulysses."
+        )
     return handles
+
+
+def _expandable() -> bool:
+    conf = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
+    return any("expandable_segments:true" in text.lower().replace(" ", "") for text in conf)

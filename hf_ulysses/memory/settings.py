@@ -37,9 +37,8 @@ class Settings:
             raise ValueError(f"memory must be None or 'max', but got {self.memory!r}.")
         for name in ("tiled_loss", "tiled_mlp", "tiled_norms", "head_chunks"):
             value, auto = getattr(self, name), name in ("tiled_loss", "head_chunks")
-            if isinstance(value, bool) and name != "head_chunks":
-                continue
-            if not (isinstance(value, int) and value >= 1 or auto and value == "auto"):
+            number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if not (number or auto and value == "auto" or isinstance(value, bool) and name != "head_chunks"):
                 kinds = {"tiled_loss": "True, False, 'auto' or", "head_chunks": "'auto' or"}.get(name, "True, False or")
                 raise ValueError(f"{name} must be {kinds} a number of at least 1, but got {value!r}.")
         if not isinstance(self.offload_checkpoints, bool):

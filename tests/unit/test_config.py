@@ -103,3 +103,69 @@ def test_pickles_as_accelerates_classes():
     assert type(loaded.sp_handler) is DeepSpeedSequenceParallelConfig
     copied = copy.deepcopy(config)
     assert type(copied) is ParallelismConfig and copied.sp_backend == "torch"
+
+
+def test_memory_switches_from_the_handler_and_from_the_environment(monkeypatch):
+    from hf_ulysses.memory import Settings
+
+    def asked(**given):
+        return ParallelismConfig(sp_backend="torch", sp_size=2, sp_handler=SequenceParallelConfig(**given)).memory_settings
+
+    assert asked() == Settings()
+    assert asked(tiled_mlp=4, head_chunks="auto") == Settings(tiled_mlp=4, head_chunks="auto")
+    for name, text in dict(TILED_MLP="16", TILED_NORMS="true", TILED_LOSS="auto", OFFLOAD_CHECKPOINTS="1", HEAD_CHUNKS="4").items():
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_SP_{name}", text)
+    everything = Settings(tiled_loss="auto", tiled_mlp=16, tiled_norms=True, offload_checkpoints=True, head_chunks=4)
+    assert asked() == everything
+    # accelerate's own handler has no such fields.
+    plain = ParallelismConfig(sp_backend="torch", sp_size=2, sp_handler=DeepSpeedSequenceParallelConfig())
+    assert plain.memory_settings == StateView.of(plain).memory_settings == everything
+    # What is said in Python is said.
+    assert asked(tiled_mlp=False, head_chunks=1).tiled_mlp is False and asked(head_chunks=1).head_chunks == 1
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_MEMORY", "max")
+    assert asked().memory == "max"
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_MEMORY", "most")
+    with pytest.raises(ValueError, match="memory must be None or 'max', but got 'most'"):
+        asked()
+
+
+@pytest.mark.parametrize(
+    "given,message",
+    [
+        (dict(tiled_mlp=0), "tiled_mlp must be True, False or a number of at least 1, but got 0"),
+        (dict(tiled_mlp="auto"), "tiled_mlp must be True, False or a number"),
+        (dict(tiled_loss="yes"), "tiled_loss must be True, False, 'auto' or a number"),
+        (dict(head_chunks=True), "head_chunks must be 'auto' or a number of at least 1, but got True"),
+        (dict(offload_checkpoints=2), "offload_checkpoints must be True or False, but got 2"),
+        (dict(memory="min"), "memory must be None or 'max'"),
+    ],
+)
+def test_memory_switches_of_another_kind(given, message):
+    with pytest.raises(ValueError, match=message):
+        SequenceParallelConfig(**given)
+
+
+def test_max_switches_on_what_is_off():
+    from hf_ulysses.memory import Settings
+
+    assert Settings(memory="max", tiled_mlp=2, head_chunks=4).resolved() == Settings(True, 2, 8, True, 4)
+    assert Settings().resolved() == Settings()
+
+
+def test_memory_switches_in_the_yaml(monkeypatch, tmp_path):
+    from hf_ulysses.adapters.config import export_yaml
+
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_TILED_NORMS", "false")
+    for name in ("TILED_MLP", "OFFLOAD_CHECKPOINTS", "HEAD_CHUNKS"):
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_SP_{name}", "")  # So that it is taken back.
+        monkeypatch.delenv(f"PARALLELISM_CONFIG_SP_{name}")
+    file = tmp_path / "config.yaml"
+    keys = dict(size=2, tiled_mlp=4, tiled_norms="true", offload_checkpoints="true", head_chunks=2)
+    file.write_text("parallelism_config:\n" + "".join(f"  parallelism_config_sp_{k}: {v}\n" for k, v in keys.items()))
+    export_yaml(str(file))
+    asked = SequenceParallelConfig()
+    config = ParallelismConfig(sp_backend="torch", sp_size=2, sp_handler=asked).memory_settings
+    assert (config.tiled_mlp, config.tiled_norms, config.offload_checkpoints, config.head_chunks) == (4, False, True, 2)
+    file.write_text("parallelism_config:\n  parallelism_config_sp_tiled_mpl: 4\n")
+    with pytest.raises(ValueError, match="parallelism_config_sp_tiled_mpl is not known.*tiled_mlp"):
+        export_yaml(str(file))
