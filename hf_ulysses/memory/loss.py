@@ -3,11 +3,13 @@
 Nothing of a head is written again here. Its `forward` runs with the decoder in it replaced by one that hands out hidden states,
 and with its loss function replaced by one that fills in the tile's targets and the whole row's count:
 
-1. once with the real decoder, one position and a loss of zero: what comes out holds all but the logits, and as loss
-   what the head adds to its loss function's (a router's balance), counted once;
-2. once per tile under `torch.utils.checkpoint`: softcaps, scales, biases, tied or adapted output embeddings are the
-   model's own. Each tile is a sum over the row's count, so a tile without targets adds zero, and no mean is weighted;
-3. logits are computed when somebody reads them.
+1. The head runs once, with the real decoder. When it comes to its output embedding, that makes the loss instead of logits, so
+   that whatever an engine does around it (gathers) is done once. What the head adds to its loss function's value (a
+   router's balance) it adds by itself, once.
+2. The loss is a sum over tiles: for each the head runs again under `torch.utils.checkpoint`. Softcaps, scales, biases, tied or
+   adapted output embeddings are the model's own. A tile is a sum over the row's count, so that one without targets adds
+   zero, and no mean is weighted.
+3. Logits are computed when somebody reads them.
 
 That tiles add up is tried once per head and loss function, on eight positions. Steps aside where the loss is fused with
 the head already (Liger, TRL's `fused_lm_head`).
@@ -58,7 +60,7 @@ def tile_loss(model, tiles) -> list:
             f"tiled_loss found no language model head in {type(model).__name__}: a module with output embeddings that takes "
             "labels and has a loss function. Set tiled_loss=False."
         )
-    return [_TiledHead(head, tiles)]
+    return [_TiledHead(head, tiles, model)]
 
 
 def _is_head(module):
@@ -81,15 +83,30 @@ def _child(head):
 class _TiledHead:
     """In the place of a head's `forward`. An object, so that a deepcopy of the head gets one of its own."""
 
-    def __init__(self, head, tiles):
-        self.head, self.tiles = head, tiles
+    def __init__(self, head, tiles, root):
+        self.head, self.tiles, self.root = head, tiles, root
+        # Inside of a forward of `root`: the function that computes the logits of its output, once there is one.
+        self.running, self.compute = False, None
+        self.handles = [root.register_forward_pre_hook(self._enter)]
         self.inner = vars(head).get("forward")
         # By that name Trainers find out what a model takes.
         self.__signature__ = inspect.signature(head.forward)
-        self.tried = set()
+        self.tried = {}
         head.forward = self
 
+    def _enter(self, root, args):
+        self.running, self.compute = True, None
+        # The last of all hooks: engines look at every field of an output, which must not count as reading its logits.
+        self.handles[1:] = [root.register_forward_hook(self._leave, always_call=True)]
+
+    def _leave(self, root, args, output):
+        self.running, compute, self.compute = False, self.compute, None
+        self.handles.pop().remove()
+        return output if compute is None or not isinstance(output, OrderedDict) else _later(output, compute)
+
     def remove(self):
+        for handle in self.handles:
+            handle.remove()
         if vars(self.head).get("forward") is self:
             del self.head.forward
             if self.inner is not None:
@@ -113,157 +130,230 @@ class _TiledHead:
         return given
 
     def _tiled(self, given):
-        name, loss_function = _child(self.head), self.head.loss_function
-        recorder = _Recorder(self.head._modules[name])
-        count = _Calls()
-        with _instead(self.head, name, recorder, count):
-            output = self.whole(**{**given, "labels": given["labels"][:, :1]})
-        hidden = recorder.hidden
-        row = _Row(self, name, recorder, loss_function, given)
-        tokens = _agreed(hidden.shape[0] * hidden.shape[1], self.head)
-        width = 4 * tokens * self.head.get_output_embeddings().out_features
-        if self.tiles == "auto" and width <= _AUTO or not self._can(row, count.calls, output):
-            # The decoder has run; the head goes on as it would have.
-            return row.whole(hidden, given["labels"], given.get("shift_labels"))
-        tiles = math.ceil(width / _TILE) if self.tiles in ("auto", True) and not _is_number(self.tiles) else self.tiles
-        output.loss = output.loss + row.loss(hidden, row.targets, tiles)
-        return _later(output, functools.partial(row.logits, hidden))
+        row = _Row(self, given)
+        with _instead(self.head, row.name, row.decoder, row.loss), row.in_output_embedding():
+            output = self.whole(**given)
+        if row.total is not None and row.read:
+            output.logits = None
+            OrderedDict.pop(output, "logits", None)
+            self.compute = functools.partial(row.logits, output)
+            return output if self.running else _later(output, self.compute)
+        return output
 
-    def _can(self, row, calls, output):
-        """Whether the head's loss is a sum over tiles. Known after the first time, from what all ranks know alike."""
-        key = getattr(row.loss_function, "__qualname__", None) or id(row.loss_function)
-        if key in self.tried:
-            return True
-        if not calls:
-            fused = getattr(output, "logits", None) is None
-            if fused or self.tiles == "auto":
-                logger.info("tiled_loss steps aside: %s computes its loss without a loss function.", type(self.head).__name__)
-                return False
-        if not calls or not row.adds_up():
-            if self.tiles == "auto":
-                return False
-            raise ValueError(
-                f"tiled_loss={self.tiles}: the loss of {type(self.head).__name__} ({key}) is not the sum of the losses of "
-                "its tokens over a count, so that tiles of it do not add up to the row's. Set tiled_loss=False."
-            )
-        self.tried.add(key)
-        logger.info("tiled_loss: the loss of %s in tiles.", type(self.head).__name__)
-        return True
+    def can(self, row, hidden) -> bool:
+        """Whether the loss is a sum over tiles. Tried once per loss function, on every rank alike."""
+        key = getattr(row.function, "__qualname__", None) or id(row.function)
+        if key not in self.tried:
+            self.tried[key] = row.adds_up(hidden)
+            if not self.tried[key] and self.tiles != "auto":
+                raise ValueError(
+                    f"tiled_loss={self.tiles}: the loss of {type(self.head).__name__} ({key}) is not the sum of the losses of "
+                    "its tokens over a count, so that tiles of it do not add up to the row's. Set tiled_loss=False."
+                )
+            logger.info("tiled_loss: %s in tiles: %s.", type(self.head).__name__, self.tried[key])
+        return self.tried[key]
 
 
 class _Row:
-    """One forward's hidden states, with what the head needs to go on from them."""
+    """One forward of a head with labels."""
 
-    def __init__(self, tiled, name, recorder, loss_function, given):
-        self.tiled, self.name, self.recorder, self.loss_function, self.given = tiled, name, recorder, loss_function, given
-        takes_shifted = "shift_labels" in inspect.signature(loss_function).parameters
-        self.takes_shifted, self.ignored = takes_shifted, given.get("ignore_index", IGNORE_INDEX)
+    def __init__(self, tiled, given):
+        self.tiled, self.head, self.given = tiled, tiled.head, given
+        self.output_embedding = tiled.head.get_output_embeddings()
+        self.name = _child(tiled.head)
+        self.decoder = _Decoder(tiled.head._modules[self.name])
+        self.function = tiled.head.loss_function
+        self.takes_shifted = "shift_labels" in inspect.signature(self.function).parameters
+        self.ignored = given.get("ignore_index", IGNORE_INDEX)
         shift_labels = given.get("shift_labels")
         self.targets = self.targets_of(given["labels"]) if shift_labels is None else shift_labels
+        self.total, self.read, self.hidden = None, False, None
 
     def targets_of(self, labels):
         return F.pad(labels, (0, 1), value=self.ignored)[:, 1:].contiguous() if self.takes_shifted else labels
 
-    def whole(self, hidden, labels, shift_labels):
-        """What the head gives for `hidden` by itself."""
-        given = {**self.given, "labels": labels}
-        if shift_labels is not None:
-            given["shift_labels"] = shift_labels
-        with _instead(self.tiled.head, self.name, self.recorder.giving(hidden), None):
-            return self.tiled.whole(**given)
+    def loss(self, logits, *args, **kwargs):
+        """In the place of the loss function."""
+        if self.total is None:
+            return self.function(logits, *args, **kwargs)
+        self.read = True
+        return _After.apply(self.total, self.placeholder)
 
-    def logits(self, hidden):
-        given = {name: value for name, value in self.given.items() if name not in ("labels", "shift_labels")}
-        with _instead(self.tiled.head, self.name, self.recorder.giving(hidden), None):
-            return self.tiled.whole(**given).logits
+    @contextmanager
+    def in_output_embedding(self):
+        """Inside, the output embedding's `forward` makes the loss, so that what engines do around it is done once."""
+        module, inner = self.output_embedding, vars(self.output_embedding).get("forward")
+        plain = module.forward
 
-    def loss(self, hidden, targets, tiles):
+        def forward(hidden, *args, **kwargs):
+            tiles = self.number_of_tiles(hidden)
+            if tiles == 0 or not self.tiled.can(self, hidden):
+                return plain(hidden, *args, **kwargs)
+            self.hidden, self.total = hidden, self.in_tiles(hidden, self.targets, tiles)
+            width = getattr(module, "out_features", hidden.shape[-1])
+            return _Placeholder.apply(self.total, (hidden.shape[0], 1, width))
+
+        def keep(module, args, output):
+            self.placeholder = output
+
+        module.forward, self.plain = forward, plain
+        # After all that engines have hooked.
+        handle = module.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+            del module.forward
+            if inner is not None:
+                module.forward = inner
+
+    def number_of_tiles(self, hidden):
+        """0: no tiles."""
+        tokens, tiles = hidden.shape[0] * hidden.shape[1], self.tiled.tiles
+        if hidden.shape[:2] != self.targets.shape:
+            return 0
+        if tiles is not True and tiles != "auto":
+            return tiles
+        if self.gathers_per_tile():
+            tokens = _most(tokens, hidden.device)
+        width = 4 * tokens * self.output_embedding.out_features
+        return 0 if tiles == "auto" and width <= _AUTO else math.ceil(width / _TILE)
+
+    def gathers_per_tile(self):
+        """Whether ZeRO-3 gathers something inside of the output embedding (adapters): then as often on every rank."""
+        inside = [p for child in self.output_embedding.children() for p in child.parameters()]
+        return any(hasattr(parameter, "ds_id") for parameter in inside)
+
+    def in_tiles(self, hidden, targets, tiles):
         """The sum over tiles of the loss function's values, each over the count of all `targets`."""
         count = self.given.get("num_items_in_batch")
         if count is None:
             count = (targets != self.ignored).sum()
-        partitioned = any(hasattr(parameter, "ds_id") for parameter in self.tiled.head.parameters())
         length, total = hidden.shape[1], 0.0
-        # Under ZeRO-3 all ranks gather the output embeddings equally often.
-        for piece in cut(length, tiles if partitioned else min(tiles, length)):
+        for piece in cut(length, tiles if self.gathers_per_tile() else min(tiles, length)):
             part = targets[:, piece].contiguous()
             if piece.start == piece.stop:
                 piece, part = slice(length - 1, length), torch.full_like(targets[:, -1:], self.ignored)
-            total = total + again_in_backward(self._of_tile, hidden[:, piece], part, count)
+            total = total + again_in_backward(self.of_tile, hidden[:, piece], part, count)
         return total
 
-    def _of_tile(self, hidden, targets, count):
-        calls = _Calls(self.loss_function, targets, count, self.takes_shifted)
-        given = {name: value for name, value in self.given.items() if name != "shift_labels"}
+    def of_tile(self, hidden, targets, count):
+        def loss(logits, labels, *args, **kwargs):
+            shifted = {"shift_labels": targets} if self.takes_shifted else {}
+            kwargs = {**kwargs, **shifted, "num_items_in_batch": count}
+            values.append(self.function(logits, targets, *args, **kwargs))
+            return values[-1]
+
+        values = []
+        self.run(hidden, loss, labels=targets)
+        return values[0] if len(values) == 1 else None
+
+    def run(self, hidden, loss, **given):
+        """The head on a tile: on `hidden`, what its output embedding shall be given."""
+        given = {**{name: value for name, value in self.given.items() if name != "shift_labels"}, **given}
         if "output_router_logits" in self.tiled.__signature__.parameters:
-            given["output_router_logits"] = False  # Their loss has been counted.
-        with _instead(self.tiled.head, self.name, self.recorder.giving(hidden), calls):
-            self.tiled.whole(**{**given, "labels": targets})
-        return calls.value
+            given["output_router_logits"] = False  # Their loss is counted once, outside.
+        module, outside = self.output_embedding, self.output_embedding.forward
+        bare = _Bare(lambda _: self.plain(hidden))
+        parent, name = next(
+            (parent, name) for parent in self.head.modules() for name, child in parent._modules.items() if child is module
+        )
+        with _instead(self.head, self.name, self.decoder.giving(hidden.shape[1]), loss):
+            parent._modules[name] = bare
+            module.forward = self.plain
+            try:
+                return self.tiled.whole(**given)
+            finally:
+                parent._modules[name] = module
+                module.forward = outside
+
+    def logits(self, output):
+        return self.run(self.hidden, None, labels=None).logits
 
     @torch.no_grad()
-    def adds_up(self):
+    def adds_up(self, hidden):
         """Whether two tiles of eight positions, with one target masked, give what the head gives for them by itself."""
-        hidden = self.recorder.hidden[:, :8]
-        if type(hidden) is not torch.Tensor or hidden.is_meta:
-            return True
+        hidden = hidden[:, :8]
         labels = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2]).clone()
         labels[:, 2:3] = self.ignored
-        targets = self.targets_of(labels)
-        whole = self.whole(hidden, labels, targets if self.given.get("shift_labels") is not None else None).loss
-        with _instead(self.tiled.head, self.name, self.recorder.giving(hidden), _Calls()):
-            rest = self.tiled.whole(**{**self.given, "labels": labels}).loss
-        ours = rest + self.loss(hidden, targets, 2)
+        targets, values = self.targets_of(labels), []
+
+        def loss(*args, **kwargs):
+            values.append(self.function(*args, **kwargs))
+            return values[-1]
+
+        self.run(hidden, loss, labels=labels)
+        if len(values) != 1:
+            return False
+        whole, ours = values[0], self.in_tiles(hidden, targets, 2)
+        if type(hidden) is not torch.Tensor or hidden.is_meta:
+            return True
         half = hidden.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(hidden.device.type)
         tolerance = _TOLERANCE_HALF if half else _TOLERANCE
         return bool((whole - ours).abs() <= tolerance * whole.abs()) or bool(whole.isnan() and ours.isnan())
 
 
-class _Calls:
-    """In the place of a loss function: gives zero, or the share of a tile, and remembers."""
+class _Decoder(nn.Module):
+    """In the place of the decoder: runs it and keeps what it gives, or gives as many positions of that as a tile has."""
 
-    def __init__(self, function=None, targets=None, count=None, takes_shifted=False):
-        self.function, self.targets, self.count, self.takes_shifted = function, targets, count, takes_shifted
-        self.calls, self.value = 0, None
-
-    def __call__(self, logits, labels, *args, **kwargs):
-        self.calls += 1
-        if self.function is None:
-            return logits.new_zeros((), dtype=torch.float32 if logits.dtype.itemsize < 4 else logits.dtype)
-        kwargs["num_items_in_batch"] = self.count
-        if self.takes_shifted:
-            kwargs["shift_labels"] = self.targets
-        self.value = self.function(logits, self.targets, *args, **kwargs)
-        return self.value
-
-
-class _Recorder(nn.Module):
-    """In the place of the decoder: runs it, keeps what it gives, and hands on its first position; or gives a tile."""
-
-    def __init__(self, child, output=None, tile=None):
+    def __init__(self, child, output=None, length=None):
         super().__init__()
         # Not as a child: nobody shall find the decoder twice.
-        self.__dict__.update(child=child, output=output, tile=tile)
+        self.__dict__.update(child=child, output=output, length=length)
 
     def __getattr__(self, name):
         return getattr(self.__dict__["child"], name)
 
-    @property
-    def hidden(self):
-        return self.output[0]
-
-    def giving(self, tile):
-        return _Recorder(self.child, self.output, tile)
+    def giving(self, length):
+        return _Decoder(self.child, self.output, length)
 
     def forward(self, *args, **kwargs):
-        if self.tile is None:
+        if self.length is None:
             self.__dict__["output"] = self.child(*args, **kwargs)
-        tile = self.hidden[:, :1] if self.tile is None else self.tile
+            return self.output
+        # Which ones does not matter: the output embedding has its own.
+        tile = self.output[0][:, : self.length].detach()
         if isinstance(self.output, tuple):
             return (tile, *self.output[1:])
         output = copy.copy(self.output)
         output[next(iter(output))] = tile
         return output
+
+
+class _Bare(nn.Module):
+    """In the place of the output embedding: its `forward` alone, without what engines do around it."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.__dict__["function"] = function
+
+    def forward(self, hidden):
+        return self.function(hidden)
+
+
+class _Placeholder(torch.autograd.Function):
+    """Logits that nobody reads, of one position; for engines, which hook what comes out of a module."""
+
+    @staticmethod
+    def forward(ctx, total, shape):
+        return total.new_zeros(shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None
+
+
+class _After(torch.autograd.Function):
+    """`total`, whose backward comes after what hooks of the placeholder do (it was made last: autograd takes it first)."""
+
+    @staticmethod
+    def forward(ctx, total, placeholder):
+        ctx.like = placeholder.shape, dict(dtype=placeholder.dtype, device=placeholder.device)
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.zeros((), **ctx.like[1]).expand(ctx.like[0])
 
 
 @contextmanager
@@ -283,25 +373,19 @@ def _instead(head, name, child, loss_function):
             head._loss_function = own
 
 
-def _agreed(tokens, head):
+def _most(tokens, device):
     """The most tokens of any rank, where ranks have to make the same number of tiles."""
-    partitioned = any(hasattr(parameter, "ds_id") for parameter in head.parameters())
-    if not partitioned or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return tokens
-    most = torch.tensor(tokens, device=head.device)
+    most = torch.tensor(tokens, device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return most.item()
-
-
-def _is_number(tiles):
-    return isinstance(tiles, int) and not isinstance(tiles, bool)
 
 
 def _later(output, compute):
     """`output`, whose logits are computed when they are read: as attribute, by key, by place or among all items."""
     object.__setattr__(output, "__class__", _later_class(type(output)))
-    OrderedDict.pop(output, "logits", None)
-    vars(output)["logits"], vars(output)["_compute_logits"] = None, compute
+    vars(output)["_compute_logits"] = compute
     return output
 
 
@@ -322,7 +406,8 @@ def _later_class(cls):
             return super().__getattribute__(name)
 
         def __getitem__(self, key):
-            read(self) if key != "loss" and key != 0 else None
+            if key == "logits" or not isinstance(key, str):
+                read(self)
             return super().__getitem__(key)
 
     Later.__name__ = Later.__qualname__ = cls.__name__

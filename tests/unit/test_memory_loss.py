@@ -21,9 +21,14 @@ class Calls:
     """How often the head's output embedding ran, and over how many positions at most."""
 
     def __init__(self, model):
-        self.lengths = []
-        hook = model.get_output_embeddings().register_forward_hook
-        hook(lambda module, args, output: self.lengths.append(output.shape[1]))
+        self.lengths, module = [], model.get_output_embeddings()
+        plain = module.forward
+
+        def forward(hidden):
+            self.lengths.append(hidden.shape[1])
+            return plain(hidden)
+
+        module.forward = forward
 
 
 def tiled(model, batch, tiles=4, **more):

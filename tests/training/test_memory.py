@@ -1,0 +1,85 @@
+"""Training with the memory switches: the trajectory of one process without any of them."""
+
+import pytest
+import torch
+
+from hf_ulysses.memory import Settings, switch_on
+
+from .test_trajectories import assert_engine, assert_same, reference
+from .trajectory import VOCAB, rows, tiny_llama, train
+
+SWITCHES = dict(tiled_loss=3, tiled_mlp=4, tiled_norms=2, offload_checkpoints=True, head_chunks=2)
+CHECKPOINTING = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
+HEADS = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=8)
+
+
+def switched(trainer, settings):
+    # TODO(hook-up): attach does this from the configuration.
+    from hf_ulysses.core.attachment import Attachment
+
+    switch_on(trainer.accelerator.unwrap_model(trainer.model), Settings(**settings))
+    Attachment.head_chunks = settings.get("head_chunks", 1)
+
+
+def run(settings, **more):
+    from functools import partial
+
+    return train(model=tiny_llama(**HEADS), before=partial(switched, settings=settings), **CHECKPOINTING, **more)
+
+
+def run_and_reset(settings, **more):
+    from hf_ulysses.core.attachment import Attachment
+
+    try:
+        return run(settings, **more)
+    finally:
+        Attachment.head_chunks = 1
+
+
+def plain(**more):
+    return train(model=tiny_llama(**HEADS), **more)
+
+
+_plain = {}
+
+
+def expected(ranks, **settings):
+    key = repr(sorted(settings.items()))
+    if key not in _plain:
+        _plain[key] = ranks(1).run(plain, **settings)[0]
+    return _plain[key]
+
+
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2", "ddp"])
+@pytest.mark.parametrize("settings", [SWITCHES, *({k: v} for k, v in SWITCHES.items())], ids=lambda s: "+".join(s))
+def test_each_switch_alone_and_all_together(ranks, engine, settings):
+    results = ranks(2).run(run_and_reset, settings, engine=engine, sp=2, accumulation=2)
+    assert_engine(results[0], engine)
+    assert_same(results, expected(ranks, accumulation=2))
+
+
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_rows_of_other_lengths_on_other_ranks(ranks, engine):
+    """Under ZeRO-3 every tile is a gather: 5 tokens in 4 tiles on one rank, 2 in 4 on the other, 33 on both."""
+    data = [row for length in (10, 4, 66, 66, 3, 40) for row in rows(1, length=length, seed=length)]
+    settings = dict(steps=3, data=data)
+    results = ranks(4).run(run_and_reset, SWITCHES, engine=engine, sp=2, dp=2, **settings)
+    wanted = ranks(2).run(plain, engine="ddp", dp=2, **settings)[0]
+    assert_same(results, wanted)
+
+
+def test_evaluation(ranks):
+    more = dict(eval_data=rows(3, seed=9), eval_strategy="steps", eval_steps=4, per_device_eval_batch_size=1)
+    wanted = expected(ranks, **more)
+    results = ranks(2).run(run_and_reset, SWITCHES, engine="zero3", sp=2, **more)
+    assert_same(results, wanted)
+    assert results[0]["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=2e-5)
+
+
+def overfit(settings):
+    data = [{"input_ids": torch.arange(66) * 7 % VOCAB, "labels": torch.arange(66) * 7 % VOCAB}] * 50
+    return run_and_reset(settings, engine="zero3", sp=2, steps=50, data=data, optimizer="adamw", learning_rate=5e-3)["loss"]
+
+
+def test_one_row_is_overfitted_with_everything_on(ranks):
+    assert ranks(2).run(overfit, SWITCHES)[0][-1] < 0.1
