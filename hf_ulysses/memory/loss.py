@@ -136,7 +136,7 @@ class _TiledHead:
         if row.total is not None and row.read:
             output.logits = None
             OrderedDict.pop(output, "logits", None)
-            self.compute = functools.partial(row.logits, output)
+            self.compute = row.logits
             return output if self.running else _later(output, self.compute)
         return output
 
@@ -167,7 +167,7 @@ class _Row:
         self.ignored = given.get("ignore_index", IGNORE_INDEX)
         shift_labels = given.get("shift_labels")
         self.targets = self.targets_of(given["labels"]) if shift_labels is None else shift_labels
-        self.total, self.read, self.hidden = None, False, None
+        self.total, self.read = None, False
 
     def targets_of(self, labels):
         return F.pad(labels, (0, 1), value=self.ignored)[:, 1:].contiguous() if self.takes_shifted else labels
@@ -189,7 +189,7 @@ class _Row:
             tiles = self.number_of_tiles(hidden)
             if tiles == 0 or not self.tiled.can(self, hidden):
                 return plain(hidden, *args, **kwargs)
-            self.hidden, self.total = hidden, self.in_tiles(hidden, self.targets, tiles)
+            self.total = self.in_tiles(hidden, self.targets, tiles)
             width = getattr(module, "out_features", hidden.shape[-1])
             return _Placeholder.apply(self.total, (hidden.shape[0], 1, width))
 
@@ -267,8 +267,11 @@ class _Row:
                 parent._modules[name] = module
                 module.forward = outside
 
-    def logits(self, output):
-        return self.run(self.hidden, None, labels=None).logits
+    def logits(self):
+        """Of the whole row, now with all that engines do around the output embedding."""
+        given = {name: value for name, value in self.given.items() if name not in ("labels", "shift_labels")}
+        with _instead(self.head, self.name, self.decoder.giving(self.targets.shape[1]), None):
+            return self.tiled.whole(**given).logits
 
     @torch.no_grad()
     def adds_up(self, hidden):
@@ -311,8 +314,8 @@ class _Decoder(nn.Module):
         if self.length is None:
             self.__dict__["output"] = self.child(*args, **kwargs)
             return self.output
-        # Which ones does not matter: the output embedding has its own.
-        tile = self.output[0][:, : self.length].detach()
+        # Which ones does not matter to a tile, whose output embedding has its own.
+        tile = self.output[0][:, : self.length]
         if isinstance(self.output, tuple):
             return (tile, *self.output[1:])
         output = copy.copy(self.output)
