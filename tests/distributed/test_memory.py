@@ -75,7 +75,7 @@ def test_two_collectives_per_chunk_and_pass(ranks, chunks):
     assert forward == 2 * chunks and backward <= 5 * chunks
 
 
-ALL = dict(tiled_mlp=3, tiled_norms=2, offload_checkpoints=True, head_chunks=2)
+ALL = dict(tiled_loss=3, tiled_mlp=3, tiled_norms=2, offload_checkpoints=True, head_chunks=2)
 
 
 def sharded_with(batch, settings, **model):

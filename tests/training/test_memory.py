@@ -83,3 +83,37 @@ def overfit(settings):
 
 def test_one_row_is_overfitted_with_everything_on(ranks):
     assert ranks(2).run(overfit, SWITCHES)[0][-1] < 0.1
+
+
+def collectives(settings, engine):
+    """Of the last of four steps: ZeRO-3 knows only from the second on what it will need again."""
+    from hf_ulysses.core.attachment import Attachment
+
+    from ..collectives import Collectives
+
+    counts = []
+
+    def watch(trainer):
+        switched(trainer, settings)
+        original = trainer.training_step
+
+        def step(*args, **kwargs):
+            with Collectives() as collectives:
+                result = original(*args, **kwargs)
+            counts.append(collectives.counts)
+            return result
+
+        trainer.training_step = step
+
+    try:
+        train(model=tiny_llama(**HEADS), before=watch, engine=engine, sp=2, steps=4, **CHECKPOINTING)
+    finally:
+        Attachment.head_chunks = 1
+    return dict(counts[-1])
+
+
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_tiles_gather_and_reduce_no_more_often(ranks, engine):
+    """Gradients are reduced once per step, and parameters gathered as often as without tiles."""
+    tiles = dict(tiled_loss=3, tiled_mlp=4, tiled_norms=2)
+    assert ranks(2).run(collectives, tiles, engine) == ranks(2).run(collectives, {}, engine)
