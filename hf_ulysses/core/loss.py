@@ -7,6 +7,9 @@ reported is L itself, the same on every rank; a rank without targets contributes
 
 A loss that is already a sum over a count of the whole optimizer step (`num_items_in_batch`) is a share of it: L is the
 sum of the shares and c_r = P times the share.
+
+`row_loss` is what comes out of an attached model: every rank has L, and its backward sums over the group what the ranks
+hand back, so that L may be weighted, averaged or counted several times by whoever uses it, on each rank alike or not.
 """
 
 import torch
@@ -43,3 +46,44 @@ def reduce_loss(loss, shift_labels, group, num_items_in_batch=None):
     contribution = weighted * (size / count).to(loss.dtype)
     # The value of the mean, to the last bit, and the gradient of this rank's contribution.
     return mean + (contribution - contribution.detach())
+
+
+def row_loss(loss, forward, attachment):
+    """The row's loss from a shard's, equal on all ranks. Differentiable; collective, and in backward, too.
+
+    Args:
+        loss (`torch.Tensor`): a scalar: the mean over `forward.count` targets, or a sum over `num_items_in_batch`.
+        forward (`Forward`): the attached model's forward that it comes from.
+        attachment (`Attachment`): its group; the row's checksum rides along.
+    """
+    payload = attachment.peers.payload(forward.row).to(loss.device)
+    value, sums = _RowLoss.apply(loss, forward.count.to(loss.device), forward.counted, payload, attachment.group)
+    attachment.peers.judge(forward.row, sums)
+    return value
+
+
+class _RowLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss, count, counted, payload, group):
+        share, targets = loss.detach().double(), count.double()
+        # The mean over no targets is NaN: it must not reach the row's.
+        own = torch.where(count > 0, share * targets, 0.0)
+        sums = torch.cat([torch.stack([own, targets, share]), payload])
+        dist.all_reduce(sums, group=group)
+        if counted:
+            value, weight = sums[2], torch.ones_like(share)
+        else:
+            # A row without targets gives what one process gives, NaN or zero: what every rank has.
+            some, size = sums[1] > 0, dist.get_world_size(group)
+            value = torch.where(some, sums[0] / sums[1], sums[2] / size)
+            weight = torch.where(some, targets / sums[1], 1 / size)
+        ctx.group, ctx.weight = group, weight.to(loss.dtype)
+        checksums = sums[3:].clone()
+        ctx.mark_non_differentiable(checksums)
+        return value.to(loss.dtype), checksums
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad * ctx.weight, None, None, None, None
