@@ -172,7 +172,7 @@ def make_variants(case, rank):
 
     from hf_ulysses.core.attention import exchanging
     from hf_ulysses.core.sequence import ROW_KEY
-    from hf_ulysses.core.entrance import shard_batch
+    from hf_ulysses.core.cut import shard_batch
 
     part = shard_batch({"input_ids": torch.zeros(1, case.length, dtype=torch.long)}, rank, case.sp)
     facts = {ROW_KEY: part[ROW_KEY], "position_ids": part["position_ids"]}

@@ -16,7 +16,7 @@ from transformers import DataCollatorForLanguageModeling, DynamicCache, PreTrain
 import hf_ulysses
 from hf_ulysses.core.attachment import attachment_of
 from hf_ulysses.core.sequence import current_row
-from hf_ulysses.core.entrance import shard_batch
+from hf_ulysses.core.cut import shard_batch
 
 from ..collectives import Collectives
 from ..models import batch_of, build

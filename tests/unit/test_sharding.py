@@ -7,7 +7,7 @@ import torch
 from transformers import BatchEncoding
 
 from hf_ulysses.core.sequence import ROW_KEY, Row
-from hf_ulysses.core.entrance import is_sharded, shard_batch
+from hf_ulysses.core.cut import is_sharded, shard_batch
 
 LENGTHS = [1, 5, 33, 1533]
 SIZES = [2, 4]
