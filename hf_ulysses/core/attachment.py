@@ -71,7 +71,7 @@ class Attachment:
         self.gathered, self.split = [], []
         self.loss_only = False
         self.forward = None
-        self.peers = Peers(self.size)
+        self.peers = Peers(group)
         self._discovered = self.size == 1 or not trial
         self._plain = self._engines = 0
         self._model = weakref.ref(model)
@@ -107,15 +107,19 @@ class Attachment:
     def shard(self, batch):
         """Cut a batch of full rows into this rank's part. Every rank of the group passes the *same* rows.
 
+        Collective on the first call, which compares them; later batches are compared by the forward that they go through.
+
         Adds `position_ids`, `shift_labels`, the row's facts and, when the row had to be padded to a multiple of the group's
         size, `attention_mask`; sets `use_cache=False` where the model has a cache.
 
         Raises:
-            ValueError: a batch that cannot be cut (see `cut.py`).
+            ValueError: a batch that cannot be cut (see `cut.py`), or rows that differ within the group.
         """
         part = shard_batch(batch, self.rank, self.size, self.seq_length)
         if "use_cache" in inspect.signature(type(self._model()).forward).parameters:
             part["use_cache"] = False
+        if not self.peers.judged:
+            self.compare_rows(part[ROW_KEY])
         return part
 
     def discover(self, tokens=None):
@@ -132,11 +136,15 @@ class Attachment:
             return  # Not a language model: there is no telling what a row of it looks like.
         if not torch.is_tensor(tokens):
             tokens = torch.arange(64, device=next(model.parameters()).device)[None]
+        # The short row has a length of its own, and is not the first batch to be judged.
+        seq_length, self.seq_length = self.seq_length, None
         try:
             self._handles += discovery.discover(model, self, tokens)
         except BaseException:
             self._discovered = False
             raise
+        finally:
+            self.seq_length, self.peers = seq_length, Peers(self.group)
 
     @contextmanager
     def plain(self):
@@ -214,9 +222,11 @@ class Attachment:
         forget_rows()
         self.peers.judge_last()
         if not self._discovered:
-            self.discover(kwargs.get("input_ids"))
+            # Of a batch in shards each rank has other tokens.
+            self.discover(kwargs.get("input_ids") if kwargs.get(ROW_KEY) is None else None)
         kwargs = dict(kwargs)
         self.forward = Forward(given=kwargs.pop(ROW_KEY, None))
+        self.forward.tokens = [kwargs[name] for name in ("input_ids", "labels") if torch.is_tensor(kwargs.get(name))]
         if self.forward.given is not None and not _takes_any(module):
             # What `shard` added and the model has no use for.
             added = ("shift_labels",) if self.forward.given.positions_given else ("shift_labels", "position_ids")

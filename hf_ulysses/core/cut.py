@@ -70,7 +70,7 @@ def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None)
         position_ids=position_ids,
         attention_mask=None if attention_mask is None else _pad(attention_mask, padding, 0),
         boundaries=_boundaries(arguments, batch_size, length, padding),
-        checksum=_checksum(tokens),
+        checksum=checksum(tokens),
         positions_given=given,
     )
 
@@ -115,6 +115,8 @@ def shard_batch(batch: Mapping, rank: int, size: int, seq_length: int | None = N
         full["shift_labels"] = shifted(labels)
     part, row = cut(full, rank, size, seq_length)
     row.shift_labels = part.get("shift_labels")
+    if torch.is_tensor(labels):
+        row.checksum = checksum(labels, row.checksum)
     if row.padding and row.attention_mask is None:
         # Consumers that count tokens must not count our padding. The model does not see it (entrance.py).
         mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
@@ -234,17 +236,15 @@ def _boundaries(batch, batch_size, length, padding):
     return given
 
 
-def _checksum(tokens):
-    """Shape and content of a batch as one integer below 2 ** 24, `()` int64; integer arithmetic, equal on every device."""
+def checksum(tokens, before=0):
+    """Shape and content of token ids as one integer below 2 ** 24, `()` int64; integer arithmetic, equal on every device.
+
+    Of embeddings the shape alone: two devices need not compute them alike to the last bit.
+    """
+    content = torch.zeros((), dtype=torch.long, device=tokens.device)
+    if not tokens.is_floating_point():
+        flat = tokens.reshape(-1).long()
+        # Weights that do not repeat within 65521 tokens: swapping two tokens changes the sum.
+        content = (flat * (torch.arange(flat.numel(), device=flat.device) % 65521 + 1)).sum()
     # Its square, summed over the ranks of a group, is exact in float64 (peers.py).
-    return (_weighted_sum(tokens)[0] + 31 * tokens.shape[0] + 1009 * tokens.shape[1]) % (1 << 24)
-
-
-def _weighted_sum(tensor):
-    if tensor.is_floating_point():
-        width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-        tensor = tensor.detach().contiguous().view(width)
-    flat = tensor.reshape(-1).long()
-    # Weights that do not repeat within 65521 tokens: swapping two tokens changes the sum.
-    weights = torch.arange(flat.numel(), device=flat.device) % 65521 + 1
-    return (flat * weights).sum(dim=0, keepdim=True)
+    return (content + 31 * tokens.shape[0] + 1009 * tokens.shape[1] + 7919 * before) % (1 << 24)

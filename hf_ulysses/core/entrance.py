@@ -12,13 +12,13 @@ A forward that the user began is a `Forward`; it knows what the head decided and
 """
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .cut import BOUNDARY_KEYS, cut
+from .cut import BOUNDARY_KEYS, checksum, cut
 from .gather import gather_sequence
 from .randomness import OwnStream
 from .sequence import ROW_KEY, Row, hold, on_whole_row, release
@@ -40,6 +40,7 @@ class Forward:
         count (`torch.Tensor`, *optional*), counted (`bool`): targets of this shard; whether `num_items_in_batch` counts them.
         length (`int`, *optional*), fields (`int`, *optional*): tokens that there are labels for; per-token results.
         opened (`bool`): whether the batch came in shards for a head that needs whole rows.
+        tokens (`list`): token ids and labels as the user gave them: peers have to have the same.
         held: gives the row back that is current while the head runs.
     """
 
@@ -51,6 +52,7 @@ class Forward:
     length: int | None = None
     fields: int | None = None
     opened: bool = False
+    tokens: list = field(default_factory=list)
     held: Any = None
 
     @property
@@ -77,6 +79,11 @@ class Entrance:
         arguments = {**dict(zip(self.names, args)), **kwargs}
         forward = attachment.forward or Forward(given=arguments.pop(ROW_KEY, None))
         if any(arguments.get(name) is not None for name in _CACHES):
+            if forward.given is not None:
+                raise ValueError(
+                    f"{type(module).__name__} got a key/value cache with a sharded batch: set use_cache=False with sequence "
+                    "parallelism, or generate from whole rows."
+                )
             self.running.append(None)
             return None
         arguments.pop(ROW_KEY, None)
@@ -84,6 +91,8 @@ class Entrance:
             arguments.pop(name, None)
         if forward.given is None:
             part, row = cut(arguments, attachment.rank, attachment.size, attachment.seq_length)
+            for of_the_user in forward.tokens:
+                row.checksum = checksum(of_the_user, row.checksum)
         else:
             part, row = arguments, forward.given
             if row.attention_mask is None and "attention_mask" in part:

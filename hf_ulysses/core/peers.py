@@ -6,21 +6,22 @@ The first batch is judged at once, every later one when the next begins: by then
 """
 
 import torch
+import torch.distributed as dist
 
 _MESSAGE = (
-    "The ranks of a sequence-parallel group of {size} read different rows{when}; this rank's checksum is {own}, their mean "
-    "{mean:.1f}. All of them must read the same batch: split the data over data-parallel ranks only, seed shuffling and "
-    "random collators alike, and check that `group` is not the data-parallel group."
+    "The ranks of a sequence-parallel group read different rows{when}; (batch, length, checksum of tokens and labels) per rank: "
+    "{rows}. All of them must read the same batch: split the data over data-parallel ranks only, seed shuffling and random "
+    "collators alike, and check that `group` is not the data-parallel group."
 )
 
 
 class Peers:
     """What one attachment remembers of its last batch."""
 
-    def __init__(self, size: int):
-        self.size = size
+    def __init__(self, group):
+        self._group, self._size = group, dist.get_world_size(group)
         self._pending = None
-        self._judged = False
+        self.judged = False  # Whether the first batch has been.
 
     def payload(self, row):
         """`[c, c * c]`, float64: to be summed over the group, and handed to `judge` with the row."""
@@ -29,21 +30,23 @@ class Peers:
 
     def judge(self, row, sums) -> None:
         """Raise `ValueError`, on all ranks alike, if rows differ: of the first batch now, of others in `judge_last`."""
-        self._pending = row.checksum, _to_host(sums)
-        if not self._judged:
+        self._pending = (*row.position_ids.shape[-2:-1], row.length, row.checksum), _to_host(sums)
+        if not self.judged:
             self.judge_last(when="")
-            self._judged = True
+            self.judged = True
 
     def judge_last(self, when=" in the last batch") -> None:
         if self._pending is None:
             return
-        own, (sums, arrived) = self._pending
+        (*shape, checksum), (sums, arrived) = self._pending
         self._pending = None
         if arrived is not None:
             arrived.synchronize()
         total, squares = sums.tolist()
-        if self.size * squares != total * total:
-            raise ValueError(_MESSAGE.format(size=self.size, when=when, own=int(own), mean=total / self.size))
+        if self._size * squares != total * total:
+            rows = [None] * self._size
+            dist.all_gather_object(rows, (*shape, int(checksum)), group=self._group)
+            raise ValueError(_MESSAGE.format(when=when, rows=rows))
 
 
 def _to_host(sums):
