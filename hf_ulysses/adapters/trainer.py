@@ -25,6 +25,8 @@ def wrap_init(original):
         if view is not None:
             support.check_trainer(self, counts_input_tokens())
             support.check_model(self.model, view.sp_size)
+            # It counts targets on all ranks and multiplies by their number: right, but for what is no sum over targets.
+            view.counts_copies = self.args.average_tokens_across_devices
 
     return __init__
 

@@ -60,6 +60,7 @@ class Attachment:
         split (`list[str]`): modules that mix positions by themselves and exchange inside (see mixers.py).
         splits_loss (`bool`): whether the head scores shards, or is given whole rows (exits.py).
         loss_only (`bool`): set while nobody wants more of an output than its loss; logits are then read by name only.
+        counts_copies (`bool`): whether `num_items_in_batch` counts a row once for each rank that has it, as the Trainer's does.
         under_engine (`bool`): whether all ranks train this model together, data-parallel ones too.
     """
 
@@ -69,7 +70,7 @@ class Attachment:
         self.seq_length, self.under_engine = seq_length, under_engine
         self.exchanges = self.direct_calls = self.calls_on_whole_row = 0
         self.gathered, self.split = [], []
-        self.loss_only = False
+        self.loss_only = self.counts_copies = False
         self.forward = None
         self.peers = Peers(group)
         self._discovered = self.size == 1 or not trial
@@ -267,6 +268,13 @@ class Attachment:
                 f"itself. Train {type(self._model()).__name__} without sequence parallelism, or without that."
             )
         return row
+
+    def share_of_auxiliary(self, forward) -> float:
+        """What part of an auxiliary loss each rank adds to its loss. A mean over targets is weighted to the whole of it; sums
+        over a count are added up; and a count of every copy of a row is one that the caller multiplies by the copies."""
+        if not forward.counted:
+            return 1.0
+        return 1 / self.size**2 if self.counts_copies else 1 / self.size
 
     def carry_row(self, decoder):
         for module in decoder.modules():

@@ -97,7 +97,7 @@ class Entrance:
             part, row = arguments, forward.given
             if row.attention_mask is None and "attention_mask" in part:
                 part["attention_mask"] = None  # `shard` added it for those who count tokens.
-        row.group, row.counted = attachment.group, forward.counted
+        row.group, row.share = attachment.group, attachment.share_of_auxiliary(forward)
         if forward.length not in (None, row.length) and forward.exit != "hidden":
             raise ValueError(
                 f"{type(module).__name__} was given rows of {row.length} tokens for labels of {forward.length}: virtual "

@@ -103,7 +103,7 @@ class Exit:
             return (loss, *output[1:])
         output["loss"] = loss
         if forward.counted and torch.is_tensor(output.get("aux_loss")):
-            output["aux_loss"] = output["aux_loss"] * self.attachment.size  # See balance.py.
+            output["aux_loss"] = output["aux_loss"] / forward.row.share  # The whole row's.
         if forward.exit == "tokens" and forward.given is None:
             for name in _PER_TOKEN:
                 if torch.is_tensor(output.get(name)):

@@ -32,8 +32,8 @@ class Row:
             gave none: then documents are told apart by `position_ids`.
         boundaries (`dict`): `cu_seq_lens_q/k` and `max_length_q/k` of the full row, where the user gave them.
         checksum (`torch.Tensor`): of shape `()`, int64; equal on two ranks that read the same row.
-        group (`torch.distributed.ProcessGroup`), counted (`bool`): set when a forward begins: whose ranks share the row,
-            and whether its loss is a sum over `num_items_in_batch`.
+        group (`torch.distributed.ProcessGroup`), share (`float`): set when a forward begins: whose ranks share the row, and
+            what part of an auxiliary loss of the whole row is a rank's (balance.py).
         positions_given (`bool`): whether the user gave `position_ids`; else they were counted, as most models count.
     """
 
@@ -46,7 +46,7 @@ class Row:
         "checksum",
         "positions_given",
         "group",
-        "counted",
+        "share",
         "shift_labels",
         "_flash",
     )
@@ -55,7 +55,7 @@ class Row:
         self.length, self.padded = length, padded
         self.position_ids, self.attention_mask, self.boundaries = position_ids, attention_mask, boundaries
         self.checksum, self.positions_given = checksum, positions_given
-        self.group, self.counted, self.shift_labels, self._flash = None, False, None, None
+        self.group, self.share, self.shift_labels, self._flash = None, 1.0, None, None
 
     @property
     def padding(self) -> int:
