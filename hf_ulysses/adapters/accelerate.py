@@ -52,7 +52,6 @@ def attach_model(accelerator, model) -> Attachment:
     attachment = attach(
         model, sp_group(accelerator), seq_length=view.seq_length, trial=view.trial, under_engine=True
     )
-    attachment.counts_copies = getattr(view, "counts_copies", False)
     _say_once(accelerator, model)
     return attachment
 

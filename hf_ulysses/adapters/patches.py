@@ -2,7 +2,7 @@
 
 Besides these, an attached model has hooks and its modelling files' names for masks, attention and the experts' balance
 (attachment.py), the functions of its mixers (seams.py) and of its checkpointing (recomputation.py); an accelerator has its
-`gather` shadowed on the instance while `gather_for_metrics` runs.
+`gather` shadowed on the instance while `gather_for_metrics` runs, a trainer its `compute_loss`.
 """
 
 import importlib.util
@@ -60,8 +60,15 @@ def _rows() -> list[Patch]:
         Patch(
             "transformers.trainer:Trainer.__init__",
             trainer.wrap_init,
-            why="refuses trainers and models that cannot be exact, when they are built",
+            why="refuses trainers and models that cannot be exact, when they are built; lets losses see replicas, not ranks",
             until=_NATIVE,
+        ),
+        Patch(
+            "transformers.trainer:Trainer._get_num_items_in_batch",
+            trainer.wrap_count,
+            why="counts a row once, however many ranks have it",
+            until=_NATIVE,
+            parameters=("batch_samples", "device"),
         ),
         Patch(
             "transformers.trainer:Trainer.get_total_train_batch_size",

@@ -25,10 +25,46 @@ def wrap_init(original):
         if view is not None:
             support.check_trainer(self, counts_input_tokens())
             support.check_model(self.model, view.sp_size)
-            # It counts targets on all ranks and multiplies by their number: right, but for what is no sum over targets.
-            view.counts_copies = self.args.average_tokens_across_devices
+            self.compute_loss = _among_replicas(self, self.compute_loss)
 
     return __init__
+
+
+def _among_replicas(trainer, compute_loss):
+    """A loss sees as many processes as there are data-parallel ranks: it may multiply by their number, as the Trainer's own
+    does, or not, and is right as it would be without sequence parallelism. Shadows the method, whoever has overridden it."""
+
+    @functools.wraps(compute_loss)
+    def compute_loss_of_rows(*args, **kwargs):
+        accelerator = trainer.accelerator
+        trainer.accelerator = _Replicas(accelerator, accelerator.num_processes // view_of(accelerator).sp_size)
+        try:
+            return compute_loss(*args, **kwargs)
+        finally:
+            trainer.accelerator = accelerator
+
+    return compute_loss_of_rows
+
+
+class _Replicas:
+    """An accelerator with the number of data-parallel ranks as `num_processes`; everything else is the accelerator's."""
+
+    def __init__(self, accelerator, num_processes):
+        self.__dict__.update(_accelerator=accelerator, num_processes=num_processes)
+
+    def __getattr__(self, name):
+        return getattr(self._accelerator, name)
+
+
+def wrap_count(original):
+    @functools.wraps(original)
+    def _get_num_items_in_batch(self, batch_samples, device):
+        count, view = original(self, batch_samples, device), view_of_trainer(self)
+        if view is None or count is None or not self.args.average_tokens_across_devices:
+            return count
+        return count // view.sp_size  # Gathered from all ranks, which have each row sp_size times.
+
+    return _get_num_items_in_batch
 
 
 def wrap_total_batch_size(original):

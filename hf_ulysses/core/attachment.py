@@ -60,7 +60,6 @@ class Attachment:
         split (`list[str]`): modules that mix positions by themselves and exchange inside (see mixers.py).
         splits_loss (`bool`): whether the head scores shards, or is given whole rows (exits.py).
         loss_only (`bool`): set while nobody wants more of an output than its loss; logits are then read by name only.
-        counts_copies (`bool`): whether `num_items_in_batch` counts a row once for each rank that has it, as the Trainer's does.
         under_engine (`bool`): whether all ranks train this model together, data-parallel ones too.
     """
 
@@ -70,7 +69,7 @@ class Attachment:
         self.seq_length, self.under_engine = seq_length, under_engine
         self.exchanges = self.direct_calls = self.calls_on_whole_row = 0
         self.gathered, self.split = [], []
-        self.loss_only = self.counts_copies = False
+        self.loss_only = False
         self.forward = None
         self.peers = Peers(group)
         self._discovered = self.size == 1 or not trial
@@ -108,7 +107,7 @@ class Attachment:
     def shard(self, batch):
         """Cut a batch of full rows into this rank's part. Every rank of the group passes the *same* rows.
 
-        Collective on the first call, which compares them; later batches are compared by the forward that they go through.
+        Collective on the first call, which compares them and tries a short row; later batches are compared by the forward that they go through.
 
         Adds `position_ids`, `shift_labels`, the row's facts and, when the row had to be padded to a multiple of the group's
         size, `attention_mask`; sets `use_cache=False` where the model has a cache.
@@ -121,6 +120,7 @@ class Attachment:
             part["use_cache"] = False
         if not self.peers.judged:
             self.compare_rows(part[ROW_KEY])
+        self.discover(batch.get("input_ids"))
         return part
 
     def discover(self, tokens=None):
@@ -138,14 +138,15 @@ class Attachment:
         if not torch.is_tensor(tokens):
             tokens = torch.arange(64, device=next(model.parameters()).device)[None]
         # The short row has a length of its own, and is not the first batch to be judged.
-        seq_length, self.seq_length = self.seq_length, None
+        seq_length, peers = self.seq_length, self.peers
+        self.seq_length, self.peers = None, Peers(self.group)
         try:
             self._handles += discovery.discover(model, self, tokens)
         except BaseException:
             self._discovered = False
             raise
         finally:
-            self.seq_length, self.peers = seq_length, Peers(self.group)
+            self.seq_length, self.peers = seq_length, peers
 
     @contextmanager
     def plain(self):
@@ -270,11 +271,9 @@ class Attachment:
         return row
 
     def share_of_auxiliary(self, forward) -> float:
-        """What part of an auxiliary loss each rank adds to its loss. A mean over targets is weighted to the whole of it; sums
-        over a count are added up; and a count of every copy of a row is one that the caller multiplies by the copies."""
-        if not forward.counted:
-            return 1.0
-        return 1 / self.size**2 if self.counts_copies else 1 / self.size
+        """What part of an auxiliary loss each rank adds to its loss: means over targets are weighted to the whole of it, sums
+        over a count are added up."""
+        return 1 / self.size if forward.counted else 1.0
 
     def carry_row(self, decoder):
         for module in decoder.modules():

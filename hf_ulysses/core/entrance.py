@@ -179,13 +179,21 @@ def whole(value, row, attachment):
 def decoder_of(model):
     """The module that holds the layers: what is cut on the way in and gathered on the way out.
 
-    `get_decoder()` where the model knows; else its base model, which for an encoder is all but its head.
+    `get_decoder()` where the model knows; else its base model, which for an encoder is all but its head; else whatever
+    directly owns the largest list of modules.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    found = base.get_decoder() if hasattr(base, "get_decoder") else None
-    if isinstance(found, torch.nn.Module) and found is not base:
-        return found
-    found = getattr(base, "base_model", None)
-    return found if isinstance(found, torch.nn.Module) else base
+    base = next((module for module in model.modules() if hasattr(module, "get_decoder")), model)
+    for found in (base.get_decoder() if base is not model or hasattr(base, "get_decoder") else None, base):
+        found = getattr(found, "base_model", found) if found is base else found
+        if isinstance(found, torch.nn.Module) and (found is not base or not _has_head(base)):
+            return found
+    return max(base.modules(), key=_size_of_layers)
 
 
+def _has_head(model):
+    return hasattr(model, "get_output_embeddings") and isinstance(model.get_output_embeddings(), torch.nn.Module)
+
+
+def _size_of_layers(module):
+    lists = [child for child in module.children() if isinstance(child, torch.nn.ModuleList)]
+    return sum(parameter.numel() for layers in lists for parameter in layers.parameters())

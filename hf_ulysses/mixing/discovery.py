@@ -26,7 +26,7 @@ import torch.distributed as dist
 from ..core.cut import IGNORE_INDEX
 from .mixers import Mixers
 from .trace import Trace
-from .whole import Whole
+from .whole import Whole, takes
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,9 @@ class _Discovery:
 
     def run_entry(self, batch, whole):
         """The model's output for whole rows, computed plainly or in shards."""
-        cacheless = {"use_cache": False} if "use_cache" in inspect.signature(type(self.model).forward).parameters else {}
+        # With a cache, a model does not tell documents apart.
+        caches = "use_cache" in self.attachment.entrance.names and takes(self.model, "use_cache")
+        cacheless = {"use_cache": False} if caches else {}
         with self.attachment.plain() if whole else nullcontext():
             return self.entry(**batch, **cacheless)
 
