@@ -262,7 +262,9 @@ class Attachment:
             ValueError: the module runs outside of its decoder's forward, so that nobody knows what it was given.
         """
         row = kwargs.get(ROW_KEY) or current_row()
-        if row is None and torch.is_grad_enabled() and not (self._plain or on_whole_row() or self.entrance.running):
+        running = self.entrance.running
+        is_plain = self._plain or on_whole_row() or running and running[-1] is None
+        if row is None and not is_plain and (running or torch.is_grad_enabled()):
             raise ValueError(
                 f"{type(module).__name__} runs outside of its decoder's forward, where the row's facts are lost: a layer that "
                 "is run again in backward by other means than gradient checkpointing (reversible layers), or called by "

@@ -92,7 +92,7 @@ def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None)
 
 
 def cut_tensor(tensor, rank: int, size: int, padding_value=0):
-    """`(B, S, ...)` -> this rank's `(B, s, ...)`, padded to a multiple of `size`. Differentiable, see `_Cut`."""
+    """`(B, S, ...)` -> this rank's `(B, s, ...)`, padded to a multiple of `size`. Differentiable on this rank alone."""
     padding = -tensor.shape[1] % size
     length = (tensor.shape[1] + padding) // size
     return _pad(tensor, padding, padding_value).narrow(1, rank * length, length).contiguous()

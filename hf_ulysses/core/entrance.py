@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .cut import BOUNDARY_KEYS, checksum, cut
-from .gather import gather_sequence
+from .gather import gather_sequence, with_whole_gradient
 from .randomness import OwnStream
 from .sequence import ROW_KEY, Row, hold, on_whole_row, release
 from .trees import tree_map
@@ -90,6 +90,9 @@ class Entrance:
         for name in _OF_THE_HEAD:
             arguments.pop(name, None)
         if forward.given is None:
+            for name, value in arguments.items():
+                if torch.is_tensor(value) and value.requires_grad and torch.is_grad_enabled():
+                    arguments[name] = with_whole_gradient(value, attachment.group)
             part, row = cut(arguments, attachment.rank, attachment.size, attachment.seq_length)
             for of_the_user in forward.tokens:
                 row.checksum = checksum(of_the_user, row.checksum)

@@ -15,7 +15,6 @@ Not covered: gradients (a module that is right in its outputs is right in its gr
 effects that a short row with the current weights does not show.
 """
 
-import inspect
 import logging
 import re
 from contextlib import nullcontext
