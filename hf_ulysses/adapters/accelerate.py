@@ -180,6 +180,9 @@ def _tried(accelerator, attachment, prepared):
         # FSDP2 shards the compiled model, so that the model alone has no root.
         attachment.entry = weakref.ref(prepared)
     attachment.discover(torch.arange(64, device=accelerator.device)[None])
+    for module in prepared.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()  # FSDP2 keeps its root whole until backward, and checkpoints are loaded into shards.
 
 
 @contextmanager

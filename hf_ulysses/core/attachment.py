@@ -37,7 +37,7 @@ from .loss import reduce_loss
 from .masks import BUILDERS, for_full_row
 from .peers import Peers
 from .rotary import depends_on_positions, feed_full_row
-from .sequence import ROW_KEY, current_row, forget_rows, on_whole_row
+from .sequence import ROW_KEY, current_row, forget_rows, hold, on_whole_row, release
 
 _attachments: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()
 _names = Names()
@@ -229,6 +229,8 @@ class Attachment:
         kwargs = dict(kwargs)
         self.forward = Forward(given=kwargs.pop(ROW_KEY, None))
         self.forward.tokens = [kwargs[name] for name in ("input_ids", "labels") if torch.is_tensor(kwargs.get(name))]
+        if self.forward.given is not None:
+            self.forward.outer = hold(self.forward.given)  # For masks that are built in front of the decoder.
         if self.forward.given is not None and not _takes_any(module):
             # What `shard` added and the model has no use for.
             added = ("shift_labels",) if self.forward.given.positions_given else ("shift_labels", "position_ids")
@@ -240,6 +242,9 @@ class Attachment:
         forward = self.forward
         if forward is None or self._plain or attachment_of(module) is not self:
             return None
+        if forward.outer is not None:
+            release(forward.outer)
+            forward.outer = None
         if self._engines:
             return None
         self.forward = None

@@ -41,7 +41,7 @@ class Forward:
         length (`int`, *optional*), fields (`int`, *optional*): tokens that there are labels for; per-token results.
         opened (`bool`): whether the batch came in shards for a head that needs whole rows.
         tokens (`list`): token ids and labels as the user gave them: peers have to have the same.
-        held: gives the row back that is current while the head runs.
+        held, outer: give the row back that is current while the head runs, while a model runs on shards.
     """
 
     exit: str = "hidden"
@@ -54,6 +54,7 @@ class Forward:
     opened: bool = False
     tokens: list = field(default_factory=list)
     held: Any = None
+    outer: Any = None
 
     @property
     def in_shards(self) -> bool:

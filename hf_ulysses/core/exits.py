@@ -66,7 +66,7 @@ class Exit:
             if forward.given is not None:
                 # The head needs whole rows: labels as the user had them.
                 row = forward.given
-                kwargs["labels"] = gather_sequence(labels, self.attachment.group, 1, row.length)
+                kwargs["labels"] = gather_sequence(labels, self.attachment.group, 1, row.length).contiguous()
                 kwargs.pop("shift_labels", None)
                 forward.opened = True
             return (), kwargs
