@@ -172,11 +172,12 @@ def make_variants(case, rank):
 
     from hf_ulysses.core.attention import exchanging
     from hf_ulysses.core.sequence import ROW_KEY
-    from hf_ulysses.core.entrance import shard_batch
+    from hf_ulysses.core.cut import shard_batch
 
     part = shard_batch({"input_ids": torch.zeros(1, case.length, dtype=torch.long)}, rank, case.sp)
     facts = {ROW_KEY: part[ROW_KEY], "position_ids": part["position_ids"]}
-    attachment = SimpleNamespace(group=dist.group.WORLD, rank=rank, size=case.sp, exchanges=0)
+    row_of = lambda module, kwargs: kwargs[ROW_KEY]  # noqa: E731
+    attachment = SimpleNamespace(group=dist.group.WORLD, rank=rank, size=case.sp, exchanges=0, row_of=row_of)
 
     class Attention(torch.nn.Module):
         is_causal = True

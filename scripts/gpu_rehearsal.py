@@ -35,7 +35,7 @@ import torch.distributed as dist
 import hf_ulysses
 from hf_ulysses.core import all_to_all
 from hf_ulysses.core.heads import share_heads
-from hf_ulysses.core.entrance import shard_batch
+from hf_ulysses.core.cut import shard_batch
 
 OUTPUT = Path(__file__).resolve().parent.parent / "outputs" / "gpu_rehearsal"
 GIB = 2**30

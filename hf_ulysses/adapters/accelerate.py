@@ -17,12 +17,10 @@ import torch
 
 from ..core.attachment import Attachment, attach, attachment_of
 from .config import StateView, requested, upstream_backends
-from ..core.entrance import shard_batch
+from ..core.cut import shard_batch
 
 # The accelerator whose `prepare_data_loader` runs: the function it calls gets no reference to it.
 _preparing: ContextVar = ContextVar("ulysses_preparing", default=None)
-# Whether whole rows are gathered (evaluation), so that one copy per sequence-parallel group counts.
-_gathering_rows: ContextVar[bool] = ContextVar("ulysses_gathering_rows", default=False)
 
 
 def view_of(accelerator):
@@ -43,16 +41,6 @@ def share_randomness(group) -> None:
     torch.set_rng_state(states[2])
 
 
-@contextmanager
-def gathering_rows():
-    """Inside, `gather_for_metrics` takes one copy of each row, not one per rank that worked on it."""
-    token = _gathering_rows.set(True)
-    try:
-        yield
-    finally:
-        _gathering_rows.reset(token)
-
-
 def attach_model(accelerator, model) -> Attachment:
     """Attach `model`, or return the attachment of it or of what it wraps."""
     for module in model.modules():
@@ -61,7 +49,9 @@ def attach_model(accelerator, model) -> Attachment:
     view = view_of(accelerator)
     if view.attention_to_set is not None and hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation(view.attention_to_set)
-    attachment = attach(model, sp_group(accelerator), seq_length=view.seq_length, under_engine=True)
+    attachment = attach(
+        model, sp_group(accelerator), seq_length=view.seq_length, trial=view.trial, under_engine=True
+    )
     _say_once(accelerator, model)
     return attachment
 
@@ -173,15 +163,26 @@ def wrap_prepare(original):
             result = original(self, *args, **kwargs)
         results = result if isinstance(result, (tuple, list)) else (result,)
         for model, prepared in zip(args, results):
-            # FSDP2 shards the compiled model, so that the model alone has no root.
-            if isinstance(model, torch.nn.Module) and hasattr(prepared, "_orig_mod"):
-                attach_model(self, model).entry = weakref.ref(prepared)
+            if isinstance(model, torch.nn.Module):
+                _tried(self, attach_model(self, model), prepared)
         for obj in results if attachments else ():
             if isinstance(obj, torch.utils.data.DataLoader):
                 yield_shards(obj, attachments[0])
         return result
 
     return prepare
+
+
+def _tried(accelerator, attachment, prepared):
+    """Before the first step, and outside of any forward: a short row through the model as the engine runs it."""
+    attachment.inside(prepared)
+    if hasattr(prepared, "_orig_mod"):
+        # FSDP2 shards the compiled model, so that the model alone has no root.
+        attachment.entry = weakref.ref(prepared)
+    attachment.discover(torch.arange(64, device=accelerator.device)[None])
+    for module in prepared.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()  # FSDP2 keeps its root whole until backward, and checkpoints are loaded into shards.
 
 
 @contextmanager
@@ -266,17 +267,32 @@ def wrap_gather_for_metrics(original):
     @functools.wraps(original)
     def gather_for_metrics(self, input_data, *args, **kwargs):
         view = view_of(self)
-        if view is None or not torch.is_tensor(input_data) or (input_data.dim() and not _gathering_rows.get()):
+        if view is None:
             return original(self, input_data, *args, **kwargs)
-        gathered = self.gather(input_data)
-        remainder = self.gradient_state.remainder if self.gradient_state.end_of_dataloader else 0
-        if input_data.dim() == 0:
-            # One number per rank: of an incomplete last batch, those of the ranks that worked on real rows.
-            return gathered[: remainder * view.sp_size] if remainder > 0 else gathered
-        rows = gathered.unflatten(0, (self.num_processes // view.sp_size, view.sp_size, -1))[:, 0].flatten(0, 1)
-        return rows[:remainder] if remainder > 0 else rows
+        with _overridden(self, "gather", lambda tensor: _of_each_group(self, view.sp_size, tensor)):
+            return original(self, input_data, *args, **kwargs)
 
     return gather_for_metrics
+
+
+def _of_each_group(accelerator, sp_size, nested):
+    """`accelerator.gather`, with what the ranks of a sequence-parallel group have alike taken once."""
+    from accelerate.utils.operations import recursively_apply
+
+    def first_of_group(tensor):
+        return tensor.unflatten(0, (accelerator.num_processes // sp_size, sp_size, -1))[:, 0].flatten(0, 1)
+
+    return recursively_apply(first_of_group, type(accelerator).gather(accelerator, nested))
+
+
+@contextmanager
+def _overridden(instance, name, function):
+    """Shadow a method on one instance."""
+    setattr(instance, name, function)
+    try:
+        yield
+    finally:
+        delattr(instance, name)
 
 
 # -- deepspeed.utils.groups and torch.distributed.nn, which documented training loops call -------------------------------

@@ -1,7 +1,7 @@
 """The configurations: accelerate's own `ParallelismConfig`, plus what it refuses or does not say.
 
     ParallelismConfig        what a user writes: accelerate's class, `sp_backend` "deepspeed" or "torch"
-    SequenceParallelConfig   its `sp_handler`: accelerate's class, every attention implementation, the start-up check
+    SequenceParallelConfig   its `sp_handler`: accelerate's class, every attention implementation, the trial
     StateView                what an Accelerator holds while sequence parallelism is on: true in every size and name, but
                              `sp_enabled` is False, so that no sequence-parallel branch of Accelerate, Trainer or TRL
                              recognises it - they ask nothing else - and hf_ulysses does the work alone
@@ -55,13 +55,13 @@ class SequenceParallelConfig(_PicklesAsUpstream, DeepSpeedSequenceParallelConfig
         sp_attn_implementation (`str`, *optional*): sets the model's attention implementation; any that the model has,
             "eager" and "flex_attention" too. `None` keeps what the model was loaded with; so does "sdpa" from the
             environment, which `accelerate launch` always exports.
-        startup_check (`bool`, *optional*, defaults to `True`): compare a short row, sharded and whole, before the
-            first training step. The environment variable `HF_ULYSSES_STARTUP_CHECK=0` switches it off too.
+        trial (`bool`, *optional*, defaults to `True`): run a short row whole and in shards before the first step, to find
+            modules that need the whole row. The environment variable `HF_ULYSSES_TRIAL=0` switches it off too.
         tiled_loss, tiled_mlp, tiled_norms, offload_checkpoints, head_chunks, memory (*optional*): the memory switches, see
             `hf_ulysses.memory.Settings`. `None` takes the environment's `PARALLELISM_CONFIG_SP_<NAME>`, or leaves it off.
     """
 
-    startup_check: bool = field(default=True)
+    trial: bool = field(default=True)
     tiled_loss: bool | int | str | None = None
     tiled_mlp: bool | int | None = None
     tiled_norms: bool | int | None = None
@@ -141,9 +141,9 @@ class ParallelismConfig(_PicklesAsUpstream, _AccelerateConfig):
                 )
 
     @property
-    def startup_check(self) -> bool:
-        asked = getattr(self.sp_handler, "startup_check", True)
-        return asked and os.environ.get("HF_ULYSSES_STARTUP_CHECK", "1").lower() not in ("0", "false", "no")
+    def trial(self) -> bool:
+        asked = getattr(self.sp_handler, "trial", True)
+        return asked and os.environ.get("HF_ULYSSES_TRIAL", "1").lower() not in ("0", "false", "no")
 
     @property
     def memory_settings(self) -> Settings:

@@ -1,8 +1,8 @@
 """The table: every upstream symbol that hf_ulysses replaces while it is enabled. Wrappers only, no copied bodies.
 
-Besides these, an attached model has hooks and its modelling files' names for masks, attention and
-the experts' balance (attachment.py), the functions of its mixers (seams.py) and of its checkpointing (recomputation.py),
-and a trainer has its `compute_loss` and `prediction_step` shadowed on the instance for the duration of one call.
+Besides these, an attached model has hooks and its modelling files' names for masks, attention and the experts' balance
+(attachment.py), the functions of its mixers (seams.py) and of its checkpointing (recomputation.py); an accelerator has its
+`gather` shadowed on the instance while `gather_for_metrics` runs, a trainer its `compute_loss`.
 """
 
 import importlib.util
@@ -46,7 +46,7 @@ def _rows() -> list[Patch]:
         Patch(
             "accelerate.accelerator:Accelerator.gather_for_metrics",
             accelerate.wrap_gather_for_metrics,
-            why="counts ranks per row in an incomplete last batch, and one copy of each evaluated row",
+            why="takes what peers have alike once: rows, numbers, and what remains of an incomplete last batch",
             until=_NATIVE,
             parameters=("input_data",),
         ),
@@ -60,20 +60,13 @@ def _rows() -> list[Patch]:
         Patch(
             "transformers.trainer:Trainer.__init__",
             trainer.wrap_init,
-            why="refuses trainers and models that cannot be exact, when they are built",
+            why="refuses trainers and models that cannot be exact, when they are built; lets losses see replicas, not ranks",
             until=_NATIVE,
-        ),
-        Patch(
-            "transformers.trainer:Trainer._prepare_inputs",
-            trainer.wrap_prepare_inputs,
-            why="shards, after the step's targets have been counted on full rows",
-            until=_NATIVE,
-            parameters=("inputs",),
         ),
         Patch(
             "transformers.trainer:Trainer._get_num_items_in_batch",
             trainer.wrap_count,
-            why="peers count the same row once each; without it the loss is 1 / sp_size",
+            why="counts a row once, however many ranks have it",
             until=_NATIVE,
             parameters=("batch_samples", "device"),
         ),
@@ -91,13 +84,6 @@ def _rows() -> list[Patch]:
             until=_NATIVE,
         ),
         Patch(
-            "transformers.trainer:Trainer.training_step",
-            trainer.wrap_training_step,
-            why="start-up check; weights the loss by targets where no count reaches it",
-            until=_NATIVE,
-            parameters=("model", "inputs"),
-        ),
-        Patch(
             "transformers.trainer:Trainer._load_rng_state",
             trainer.wrap_load_rng_state,
             why="another layout saved other ranks' states: peers would draw differently in their collators",
@@ -107,8 +93,9 @@ def _rows() -> list[Patch]:
         Patch(
             "transformers.trainer:Trainer.evaluation_loop",
             trainer.wrap_evaluation_loop,
-            why="evaluates in shards: the row's loss, whole rows for metrics",
-            until=_NATIVE,
+            why="says when nobody wants the logits, which the Trainer reads all the same: they stay in shards then",
+            until="prediction_step looks at prediction_loss_only before it reads the outputs",
+            parameters=("prediction_loss_only",),
         ),
         Patch(
             "torch.distributed.nn.functional:all_gather",

@@ -1,34 +1,20 @@
-"""Wrappers around the Transformers Trainer: shard in `_prepare_inputs`, count once, normalise, evaluate in shards.
-
-The Trainer counts the targets of a step on full rows, then `_prepare_inputs` shards; the model returns (sum over this
-shard's targets) / (targets of the step), and the Trainer multiplies by the number of processes, over which the engine
-averages. So training needs no other change. Where no count reaches the loss (it is a mean over the shard's targets),
-`reduce_loss` weights it; in evaluation the group's parts are added up, and logits, where asked for, gathered.
+"""Wrappers around the Transformers Trainer. Its batches, losses and metrics are whole rows, and its code is left alone:
+the counts that depend on how often a row is read are put right, and evaluation says when only the loss is wanted.
 """
 
 import functools
-from contextlib import contextmanager, nullcontext
+import inspect
 from pathlib import Path
 
 import torch
 
-from . import outside_loss
 from . import support
+from .accelerate import attach_model, share_randomness, sp_group, view_of
 from .config import requested
-from .accelerate import attach_model, gathering_rows, share_randomness, sp_group, view_of
-from ..core.sequence import ROW_KEY
-from ..core.entrance import is_sharded
-from .startup import check_first_step
 
 
 def view_of_trainer(trainer):
     return view_of(getattr(trainer, "accelerator", None))
-
-
-def attachment_of_trainer(trainer):
-    attachment = attach_model(trainer.accelerator, trainer.model)
-    attachment.counts_all_ranks = trainer.args.average_tokens_across_devices
-    return attachment
 
 
 def wrap_init(original):
@@ -39,33 +25,44 @@ def wrap_init(original):
         if view is not None:
             support.check_trainer(self, counts_input_tokens())
             support.check_model(self.model, view.sp_size)
+            self.compute_loss = _among_replicas(self, self.compute_loss)
 
     return __init__
 
 
-def wrap_prepare_inputs(original):
-    @functools.wraps(original)
-    def _prepare_inputs(self, inputs):
-        inputs = original(self, inputs)
-        if view_of_trainer(self) is None or is_sharded(inputs):
-            return inputs
-        return attachment_of_trainer(self).shard(inputs)
+def _among_replicas(trainer, compute_loss):
+    """A loss sees as many processes as there are data-parallel ranks: it may multiply by their number, as the Trainer's own
+    does, or not, and is right as it would be without sequence parallelism. Shadows the method, whoever has overridden it."""
 
-    return _prepare_inputs
+    @functools.wraps(compute_loss)
+    def compute_loss_of_rows(*args, **kwargs):
+        accelerator = trainer.accelerator
+        trainer.accelerator = _Replicas(accelerator, accelerator.num_processes // view_of(accelerator).sp_size)
+        try:
+            return compute_loss(*args, **kwargs)
+        finally:
+            trainer.accelerator = accelerator
+
+    return compute_loss_of_rows
+
+
+class _Replicas:
+    """An accelerator with the number of data-parallel ranks as `num_processes`; everything else is the accelerator's."""
+
+    def __init__(self, accelerator, num_processes):
+        self.__dict__.update(_accelerator=accelerator, num_processes=num_processes)
+
+    def __getattr__(self, name):
+        return getattr(self._accelerator, name)
 
 
 def wrap_count(original):
     @functools.wraps(original)
     def _get_num_items_in_batch(self, batch_samples, device):
-        count = original(self, batch_samples, device)
-        view = view_of_trainer(self)
-        if view is None or count is None:
+        count, view = original(self, batch_samples, device), view_of_trainer(self)
+        if view is None or count is None or not self.args.average_tokens_across_devices:
             return count
-        if not all(is_sharded(batch) for batch in batch_samples):
-            # Full rows, which every rank of a group has counted.
-            count = count / view.sp_size
-        # No target in the whole step: zero loss instead of 0 / 0. A share of one target is less than one.
-        return count + (count == 0)
+        return count // view.sp_size  # Gathered from all ranks, which have each row sp_size times.
 
     return _get_num_items_in_batch
 
@@ -110,32 +107,6 @@ def wrap_track_tokens(original):
     return _track_num_input_tokens
 
 
-def wrap_training_step(original):
-    @functools.wraps(original)
-    def training_step(self, model, inputs, *args, **kwargs):
-        view = view_of_trainer(self)
-        if view is None:
-            return original(self, model, inputs, *args, **kwargs)
-        attachment = attachment_of_trainer(self)
-        _check_once(self, attachment, model, inputs)
-        with _loss_of_the_row(self, attachment), _noise_of_the_row(self, inputs), attachment.own_randomness():
-            return original(self, model, inputs, *args, **kwargs)
-
-    return training_step
-
-
-def _check_once(trainer, attachment, model, inputs):
-    if attachment.checked:
-        return
-    full = trainer._prepare_input(inputs)
-    if not is_sharded(full):
-        # Compares the rows of peers, then finds out which modules need them whole: before anything is judged.
-        attachment.shard(full)
-    if view_of_trainer(trainer).startup_check:
-        attachment.loss_rule = check_first_step(trainer, attachment, model, full)
-    attachment.checked = True
-
-
 def wrap_load_rng_state(original):
     @functools.wraps(original)
     def _load_rng_state(self, checkpoint):
@@ -146,99 +117,22 @@ def wrap_load_rng_state(original):
     return _load_rng_state
 
 
-@contextmanager
-def _noise_of_the_row(trainer, inputs):
-    """NEFTune scales its noise with alpha / sqrt(tokens * size) of what it sees, a shard: alpha such that it is the row's."""
-    embeddings = trainer.model.get_input_embeddings() if hasattr(trainer.model, "get_input_embeddings") else None
-    alpha = getattr(embeddings, "neftune_noise_alpha", None)
-    if alpha is None or is_sharded(inputs):
-        yield
-        return
-    length, size = inputs["input_ids"].shape[1], view_of_trainer(trainer).sp_size
-    embeddings.neftune_noise_alpha = alpha * (-(-length // size) / length) ** 0.5
-    try:
-        yield
-    finally:
-        embeddings.neftune_noise_alpha = alpha
-
-
-@contextmanager
-def _overridden(instance, name, function):
-    """Shadow a method on one instance, whatever its subclass made of it."""
-    if name in vars(instance):
-        raise RuntimeError(f"hf_ulysses: {type(instance).__name__}.{name} is overridden on the instance already.")
-    setattr(instance, name, function)
-    try:
-        yield
-    finally:
-        delattr(instance, name)
-
-
-def _loss_of_the_row(trainer, attachment):
-    """Inside, `trainer.compute_loss` returns what the engine has to average; in evaluation the row's loss."""
-    compute_loss = trainer.compute_loss
-    outside = outside_loss.is_outside(trainer)
-
-    @functools.wraps(compute_loss)
-    def compute_row_loss(model, inputs, *args, **kwargs):
-        shift_labels = inputs.get("shift_labels")
-        with outside_loss.one_position_more(trainer.model, inputs) if outside else nullcontext(inputs) as inputs:
-            result = compute_loss(model, inputs, *args, **kwargs)
-        if shift_labels is None:
-            raise ValueError(
-                "This batch has no labels, so the shards' losses cannot be weighted by their targets. Add `labels` in "
-                "the collator, or train without sequence parallelism."
-            )
-        counted = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None) is not None
-        loss, *rest = result if isinstance(result, tuple) else (result,)
-        loss = outside_loss.of_the_row(
-            loss, shift_labels, attachment, attachment.loss_rule, counted, trainer.model.training
-        )
-        rest = [outside_loss.without_dummy(output, shift_labels.shape[1]) for output in rest]
-        return (loss, *rest) if isinstance(result, tuple) else loss
-
-    return _overridden(trainer, "compute_loss", compute_row_loss)
-
-
 def wrap_evaluation_loop(original):
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def evaluation_loop(self, *args, **kwargs):
         if view_of_trainer(self) is None:
             return original(self, *args, **kwargs)
-        attachment = attachment_of_trainer(self)
-        with _loss_of_the_row(self, attachment), _whole_predictions(self, attachment), gathering_rows():
+        asked = signature.bind(self, *args, **kwargs).arguments.get("prediction_loss_only")
+        attachment = attach_model(self.accelerator, self.model)
+        attachment.loss_only = self.args.prediction_loss_only if asked is None else asked
+        try:
             return original(self, *args, **kwargs)
+        finally:
+            attachment.loss_only = False
 
     return evaluation_loop
-
-
-def _whole_predictions(trainer, attachment):
-    """Inside, `trainer.prediction_step` returns whole rows of logits and labels where logits were asked for."""
-    prediction_step = trainer.prediction_step
-
-    @functools.wraps(prediction_step)
-    def predict_rows(model, inputs, *args, **kwargs):
-        if outside_loss.is_outside(trainer):
-            # How such a loss is normalised has to be known; the model itself is checked in the first training step.
-            _check_once(trainer, attachment, model, inputs)
-        full = trainer._prepare_input({key: value for key, value in inputs.items() if key in trainer.label_names})
-        part = trainer._prepare_inputs(inputs)
-        loss, logits, labels = prediction_step(model, part, *args, **kwargs)
-        if labels is not None:
-            labels = tuple(full[name] for name in trainer.label_names)
-            labels = labels[0] if len(labels) == 1 else labels
-        return loss, _gather_rows(logits, part, attachment), labels
-
-    return _overridden(trainer, "prediction_step", predict_rows)
-
-
-def _gather_rows(nested, part, attachment):
-    if isinstance(nested, (tuple, list)):
-        return type(nested)(_gather_rows(item, part, attachment) for item in nested)
-    shard = part[ROW_KEY].padded // attachment.size
-    if torch.is_tensor(nested) and nested.dim() > 1 and nested.shape[1] == shard:
-        return attachment.gather(nested, like=part)
-    return nested
 
 
 def wrap_deepspeed_config(original):

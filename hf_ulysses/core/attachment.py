@@ -1,14 +1,18 @@
 """attach(model): the engine on one model, with nothing else switched on. Works in a bare PyTorch loop.
 
     sp = attach(model, group)
-    part = sp.shard(batch)                                  full rows -> this rank's part
-    out = model(**part)                                     hooks: row facts, masks, rotary, attention
-    loss = sp.reduce_loss(out.loss, part["shift_labels"])   the row's token mean
+    out = model(**batch)                                    whole rows in, whole rows out; average gradients over ranks
     sp.detach()
 
-What attaching touches, all undone by `detach`: forward hooks on the model, its inner models and its position-dependent
-rotary embeddings; and, in the modelling files of the model's classes (counted over attachments), the names through
-which they find attention functions and mask builders. A deepcopy of the model is not attached.
+or, with rows that are sharded explicitly:
+
+    part = sp.shard(batch)                                  full rows -> this rank's part
+    out = model(**part)                                     shards in, shards out; out.loss is the row's
+    loss = sp.reduce_loss(out.loss, part["shift_labels"])   the row's token mean
+
+What attaching touches, all undone by `detach`: forward hooks on the model, its head, its decoder and the decoder's
+position-dependent rotary embeddings; and, in the modelling files of the decoder's classes (counted over attachments), the
+names through which they find attention functions and mask builders. A deepcopy of the model is not attached.
 """
 
 import inspect
@@ -19,27 +23,24 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from . import balance
-from ..mixing import discovery
-from . import recomputation
 from ..adapters import support
-from .hooks import around
+from ..adapters.patching import Names
+from ..mixing import discovery
+from . import balance, recomputation
 from .attention import exchanging
-from .gather import all_gather_single, gather_sequence
+from .cut import shard_batch
+from .entrance import Entrance, Forward, decoder_of
+from .exits import Exit, head_of, open_exit, scores_shift_labels
+from .gather import gather_sequence
+from .hooks import around
 from .loss import reduce_loss
 from .masks import BUILDERS, for_full_row
-from ..adapters.outside_loss import LossRule
-from ..adapters.patching import Names
+from .peers import Peers
 from .rotary import depends_on_positions, feed_full_row
-from .sequence import ROW_KEY, current_row, hold, release
-from .entrance import shard_batch
-from ..mixing.spread import Spread
-from .trees import leaves, tree_map
+from .sequence import ROW_KEY, current_row, forget_rows, hold, on_whole_row, release
 
 _attachments: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()
 _names = Names()
-# A row whose ranks read different data trains silently on a mix: compare on the first batch and every so often.
-_VERIFY_EVERY = 100
 
 
 def attachment_of(module) -> "Attachment | None":
@@ -54,101 +55,123 @@ class Attachment:
         group (`torch.distributed.ProcessGroup`), size (`int`), rank (`int`): the sequence-parallel group.
         exchanges (`int`): attention calls that went through the exchange since attaching.
         direct_calls, calls_on_whole_row (`int`): those that did not, and those of them in modules that were given the whole
-            row: the start-up check counts them.
-        gathered (`list[str]`): modules that run on the whole row (see whole.py), known after the first `shard`.
-        split (`list[str]`): modules that mix positions by themselves and exchange inside (see mixers.py, spread/).
+            row.
+        gathered (`list[str]`): modules that run on the whole row (see whole.py), known after the first forward.
+        split (`list[str]`): modules that mix positions by themselves and exchange inside (see mixers.py).
+        splits_loss (`bool`): whether the head scores shards, or is given whole rows (exits.py).
+        loss_only (`bool`): set while nobody wants more of an output than its loss; logits are then read by name only.
         under_engine (`bool`): whether all ranks train this model together, data-parallel ones too.
     """
 
-    def __init__(self, model, group, seq_length=None, under_engine=False):
+    def __init__(self, model, group, seq_length=None, trial=True, under_engine=False):
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.seq_length, self.under_engine = seq_length, under_engine
         self.exchanges = self.direct_calls = self.calls_on_whole_row = 0
         self.gathered, self.split = [], []
-        self._parameters = inspect.signature(type(model).forward).parameters
-        self._discovered, self.discovering = self.size == 1, False
-        # Whether the model's head scores labels as they are (labels.py), known after the first `shard`.
-        self.scores_own_labels = False
+        self.loss_only = False
+        self.forward = None
+        self.peers = Peers(group)
+        self._discovered = self.size == 1 or not trial
+        self._plain = self._engines = 0
         self._model = weakref.ref(model)
         # What a trial row goes through: the model, or what an engine made of it where only that can be run.
         self.entry = self._model
-        # Whether `num_items_in_batch` counts the targets of all ranks, which loss and gradients then are shares of.
-        self.counts_all_ranks = True
-        # Found out by the trainer's start-up check.
-        self.checked, self.loss_rule = False, LossRule()
-        self._random_states = None
-        self._verifications = 0
-        self._held, self._handles, self._entered = [], [], []
+        self._held, self._handles = [], []
+        decoder, head = decoder_of(model), head_of(model)
+        self.splits_loss = head is not None and scores_shift_labels(head)
+        self.entrance = Entrance(self, decoder)
+        self._finalizer = weakref.finalize(model, _release_names, self._held)
+        if self.size > 1:
+            self._hook(model, head, decoder)
 
-        modules = list(model.modules())
-        for module in modules:
+    def _hook(self, model, head, decoder):
+        for module in {model, *([head] if head is not None else []), *decoder.modules()}:
             _attachments[module] = self
-            if module is model or hasattr(module, "get_input_embeddings"):
-                self._handles += self._hook(module)
+        self._handles += around(model, self._begin, self._end)
+        if head is not None:
+            exits = Exit(self, head)
+            self._handles += around(head, exits.enter, exits.leave)
+        self._handles += around(decoder, self.entrance.enter, self.entrance.leave)
+        for module in decoder.modules():
             if depends_on_positions(module):
                 self._handles += feed_full_row(module, self.rank, self.size)
-        for source in _modelling_modules(modules):
+        for source in _modelling_modules([model, *decoder.modules()]):
             for name, wrap in _replacements(source):
                 self._held.append(_names.hold(source, name, wrap))
         for source in balance.sources_of_others():
             self._held.append(_names.hold(source, balance.NAME, balance.for_full_row))
-        self._finalizer = weakref.finalize(model, _release_names, self._held)
 
     # -- the public contract ------------------------------------------------------------------------------------------
 
     def shard(self, batch):
-        """Cut a batch of full rows into this rank's part. Collective on the first call and every 100th.
+        """Cut a batch of full rows into this rank's part. Every rank of the group passes the *same* rows.
 
-        Every rank of the group passes the *same* rows. Adds `position_ids`, `shift_labels`, the row's facts and, when
-        the row had to be padded to a multiple of the group's size, `attention_mask`; sets `use_cache=False` where the
-        model has a cache.
+        Collective on the first call, which compares them and tries a short row; later batches are compared by the forward that they go through.
+
+        Adds `position_ids`, `shift_labels`, the row's facts and, when the row had to be padded to a multiple of the group's
+        size, `attention_mask`; sets `use_cache=False` where the model has a cache.
 
         Raises:
-            ValueError: a batch that cannot be cut (see `sharding.py`), or rows that differ within the group.
+            ValueError: a batch that cannot be cut (see `cut.py`), or rows that differ within the group.
         """
-        part = self.cut(batch, self.seq_length)
-        self.verify(part[ROW_KEY])
+        part = shard_batch(batch, self.rank, self.size, self.seq_length)
+        if "use_cache" in inspect.signature(type(self._model()).forward).parameters:
+            part["use_cache"] = False
+        if not self.peers.judged:
+            self.compare_rows(part[ROW_KEY])
         self.discover(batch.get("input_ids"))
-        if self.scores_own_labels and torch.is_tensor(part.get("labels")):
-            part["shift_labels"] = part["labels"]
         return part
 
     def discover(self, tokens=None):
-        """Find out, once, which modules need the whole row (discovery.py); `shard` does it by itself. Collective.
+        """Find out, once, which modules need the whole row (discovery.py); the first forward does it by itself. Collective.
 
         Args:
             tokens (`torch.Tensor`, *optional*): of shape `(B, S)`, what the trial row is made of; any tokens do.
         """
         if self._discovered:
             return
+        self._discovered = True
         model = self._model()
         if not hasattr(model, "get_input_embeddings"):
-            # Not a language model: there is no telling what a row of it looks like.
-            self._discovered = True
-            return
+            return  # Not a language model: there is no telling what a row of it looks like.
         if not torch.is_tensor(tokens):
             tokens = torch.arange(64, device=next(model.parameters()).device)[None]
-        self.discovering = True
+        # The short row has a length of its own, and is not the first batch to be judged.
+        seq_length, peers = self.seq_length, self.peers
+        self.seq_length, self.peers = None, Peers(self.group)
         try:
             self._handles += discovery.discover(model, self, tokens)
+        except BaseException:
+            self._discovered = False
+            raise
         finally:
-            self.discovering = False
-        self._discovered = True
+            self.seq_length, self.peers = seq_length, peers
 
-    def cut(self, batch, seq_length=None):
-        """`shard` without its checks. No communication."""
-        part = shard_batch(batch, self.rank, self.size, seq_length)
-        if "use_cache" in self._parameters:
-            part["use_cache"] = False
-        return part
+    @contextmanager
+    def plain(self):
+        """Inside, the model computes as if it were not attached."""
+        self._plain += 1
+        try:
+            yield
+        finally:
+            self._plain -= 1
+
+    @property
+    def is_plain(self) -> bool:
+        return self._plain > 0
+
+    def inside(self, engine) -> None:
+        """Say that `engine` (DDP, DeepSpeed's, a compiled module) calls the model: outputs are opened when they leave it."""
+        if engine is not self._model():
+            self._handles += around(engine, self._begin_engine, self._end_engine)
 
     def owns(self, module) -> bool:
         return attachment_of(module) is self
 
     @property
     def takes_positions(self) -> bool:
-        return "position_ids" in self._parameters
+        return "position_ids" in self.entrance.names
 
     def reduce_loss(self, loss, shift_labels, num_items_in_batch=None):
         """The row's token mean, equal on all ranks; see `loss.reduce_loss`. Collective."""
@@ -182,125 +205,96 @@ class Attachment:
     def __exit__(self, *exc):
         self.detach()
 
-    @contextmanager
-    def own_randomness(self):
-        """Inside, dropout and noise draw from a stream of this rank's own; outside, the ranks of a group stay in step.
+    # -- hooks around the model ---------------------------------------------------------------------------------------
 
-        Shards of a row that drew from one stream would share their dropout masks; data pipelines have to draw alike.
+    def _begin(self, module, args, kwargs):
+        if attachment_of(module) is not self:
+            # A copy takes the hooks along.
+            if attachment_of(module) is None and kwargs.get(ROW_KEY) is not None:
+                raise ValueError(
+                    f"{type(module).__name__} got a sharded batch but is a copy of an attached model and not attached "
+                    "(deepcopy, regional compilation): parts of it would see a shard. Attach it, too, or compile the "
+                    "whole model."
+                )
+            return None
+        if self._plain:
+            return None
+        # What an interrupted forward left behind.
+        self.entrance.reset()
+        forget_rows()
+        self.peers.judge_last()
+        if not self._discovered:
+            # Of a batch in shards each rank has other tokens.
+            self.discover(kwargs.get("input_ids") if kwargs.get(ROW_KEY) is None else None)
+        kwargs = dict(kwargs)
+        self.forward = Forward(given=kwargs.pop(ROW_KEY, None))
+        self.forward.tokens = [kwargs[name] for name in ("input_ids", "labels") if torch.is_tensor(kwargs.get(name))]
+        if self.forward.given is not None:
+            self.forward.outer = hold(self.forward.given)  # For masks that are built in front of the decoder.
+        if self.forward.given is not None and not _takes_any(module):
+            # What `shard` added and the model has no use for.
+            added = ("shift_labels",) if self.forward.given.positions_given else ("shift_labels", "position_ids")
+            parameters = inspect.signature(type(module).forward).parameters
+            kwargs = {key: value for key, value in kwargs.items() if key not in added or key in parameters}
+        return args, kwargs
+
+    def _end(self, module, args, kwargs, output):
+        forward = self.forward
+        if forward is None or self._plain or attachment_of(module) is not self:
+            return None
+        if forward.outer is not None:
+            release(forward.outer)
+            forward.outer = None
+        if self._engines:
+            return None
+        self.forward = None
+        return None if output is None else open_exit(self, forward, output)
+
+    def _begin_engine(self, module, args, kwargs):
+        self._engines += 1
+
+    def _end_engine(self, module, args, kwargs, output):
+        self._engines -= 1
+        forward, self.forward = self.forward, None
+        return None if output is None or forward is None else open_exit(self, forward, output)
+
+    # -- for the rooms ------------------------------------------------------------------------------------------------
+
+    def row_of(self, module, kwargs):
+        """The row that a module of the decoder works on, `None` where it runs plainly or has been given the whole of it.
+
+        Raises:
+            ValueError: the module runs outside of its decoder's forward, so that nobody knows what it was given.
         """
-        shared = _random_states()
-        if self._random_states is None:
-            torch.manual_seed(torch.initial_seed() + self.rank)
-        else:
-            _set_random_states(self._random_states)
-        try:
-            yield
-        finally:
-            self._random_states = _random_states()
-            _set_random_states(shared)
-
-    # -- hooks --------------------------------------------------------------------------------------------------------
-
-    def _hook(self, module):
-        parameters = inspect.signature(type(module).forward).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        takes_cache = "use_cache" in parameters
-        outermost = module is self._model()
-
-        def enter(module, args, kwargs):
-            if attachment_of(module) is not self:
-                # A copy takes the hooks along.
-                if outermost and attachment_of(module) is None and kwargs.get(ROW_KEY) is not None:
-                    raise ValueError(
-                        f"{type(module).__name__} got a sharded batch but is a copy of an attached model and not attached "
-                        "(deepcopy, regional compilation): parts of it would see a shard. Attach it, too, or compile the "
-                        "whole model."
-                    )
-                return None
-            row = kwargs.get(ROW_KEY)
-            self._entered.append((module, hold(row if row is not None else current_row())))
-            if row is None:
-                if outermost and current_row() is None:
-                    self._refuse_unsharded(module)
-                by_name = takes_cache and len(args) < list(parameters).index("use_cache")
-                return (args, {**kwargs, "use_cache": False}) if self.discovering and by_name else None
-            if outermost:
-                for inner in module.modules():
-                    recomputation.carry_row(inner)
-            counted = kwargs.get("num_items_in_batch") is not None and self.counts_all_ranks
-            row.group, row.counted = self.group, counted or row.counted
-            if not row.verified:
-                self.verify(row)
-            kwargs = dict(kwargs)
-            if not takes_any:
-                # What `shard` added and the model has no use for.
-                added = (ROW_KEY, "shift_labels") if row.positions_given else (ROW_KEY, "shift_labels", "position_ids")
-                kwargs = {key: value for key, value in kwargs.items() if key not in added or key in parameters}
-            if takes_cache:
-                kwargs["use_cache"] = False
-            if row.attention_mask is None and "attention_mask" in kwargs:
-                # `shard` added it for those who count tokens; the model shall do what it does without one.
-                kwargs["attention_mask"] = None
-            return args, kwargs
-
-        def leave(module, args, kwargs, output):
-            if self._entered and self._entered[-1][0] is module:
-                release(self._entered.pop()[1])
-                if outermost and any(isinstance(value, Spread) for value in leaves(output)):
-                    # Attention weights that were asked for.
-                    return tree_map(lambda _, value: value.whole() if isinstance(value, Spread) else value, output)
-
-        return around(module, enter, leave)
-
-    def _refuse_unsharded(self, module):
-        if module.training and torch.is_grad_enabled():
+        row = kwargs.get(ROW_KEY) or current_row()
+        running = self.entrance.running
+        is_plain = self._plain or on_whole_row() or running and running[-1] is None
+        if row is None and not is_plain and (running or torch.is_grad_enabled()):
             raise ValueError(
-                f"{type(module).__name__} was attached for sequence parallelism (sp_size={self.size}) but trains on a "
-                "batch that was not sharded. Pass all of `sp.shard(batch)` to the model. Under Accelerate, pass the "
-                "dataloader to accelerator.prepare() together with the model, or wrap it: "
-                "dataloader = accelerator.deepspeed_ulysses_dl_adapter(dataloader, model)."
-            )
-
-    def row_outside_kwargs(self, module, row):
-        """The current row, for attention that got none in its keyword arguments; an error if it would be lost."""
-        if row is not None and recomputation.loses_row():
-            raise ValueError(
-                f"{type(self._model()).__name__} passes no keyword arguments on to {type(module).__name__} and runs it again "
-                "in backward (checkpointing, reversible layers), where the row's facts would be lost. Switch gradient "
-                "checkpointing off, or train it without sequence parallelism."
+                f"{type(module).__name__} runs outside of its decoder's forward, where the row's facts are lost: a layer that "
+                "is run again in backward by other means than gradient checkpointing (reversible layers), or called by "
+                f"itself. Train {type(self._model()).__name__} without sequence parallelism, or without that."
             )
         return row
 
-    def verify(self, row):
-        """Compare the row's checksum within the group, on the first call and every 100th. Collective then."""
-        row.verified = True
-        self._verifications += 1
-        if (self._verifications - 1) % _VERIFY_EVERY:
-            return
-        checksums = row.checksum.new_empty(self.size * len(row.checksum))
-        all_gather_single(checksums, row.checksum.contiguous(), group=self.group)
-        checksums = checksums.view(self.size, -1).tolist()
-        if any(checksum != checksums[0] for checksum in checksums):
-            raise ValueError(
-                "The ranks of a sequence-parallel group read different rows; (batch, length, checksums of tokens and labels) per rank: "
-                f"{[tuple(c) for c in checksums]}. All of them must read the same batch: split the data over "
-                "data-parallel ranks only, seed shuffling and random collators alike, and check that `group` is not "
-                "the data-parallel group."
-            )
+    def share_of_auxiliary(self, forward) -> float:
+        """What part of an auxiliary loss each rank adds to its loss: means over targets are weighted to the whole of it, sums
+        over a count are added up."""
+        return 1 / self.size if forward.counted else 1.0
+
+    def carry_row(self, decoder):
+        for module in decoder.modules():
+            recomputation.carry_row(module)
+
+    def compare_rows(self, row):
+        """Compare the checksums of peers where no loss takes them along. Collective."""
+        sums = self.peers.payload(row)
+        dist.all_reduce(sums, group=self.group)
+        self.peers.judge(row, sums)
 
 
-def _generators():
-    # Dropout draws on the device.
-    return [torch, torch.get_device_module()] if torch.accelerator.is_available() else [torch]
-
-
-def _random_states() -> list:
-    return [module.get_rng_state() for module in _generators()]
-
-
-def _set_random_states(states) -> None:
-    for module, state in zip(_generators(), states):
-        module.set_rng_state(state)
+def _takes_any(module):
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(module).forward).parameters.values())
 
 
 def detach_all() -> None:
@@ -309,13 +303,15 @@ def detach_all() -> None:
         attachment.detach()
 
 
-def attach(model, group=None, *, seq_length=None, under_engine=False) -> Attachment:
+def attach(model, group=None, *, seq_length=None, trial=True, under_engine=False) -> Attachment:
     """Attach sequence parallelism to `model`. Not collective, but every rank of `group` must do it.
 
     Args:
         model (`torch.nn.Module`): a Transformers model, wrapped (PEFT, DDP, FSDP2, DeepSpeed) or not.
         group (`torch.distributed.ProcessGroup`, *optional*): whose ranks share a row; defaults to all ranks.
         seq_length (`int`, *optional*): the only row length allowed.
+        trial (`bool`, *optional*, defaults to `True`): find out on a short row, before the first one, which modules need it
+            whole. Without, all that mixes positions has to be attention or a declared scan.
         under_engine (`bool`, *optional*, defaults to `False`): all ranks of the world train this model together, so that
             what is collective at the start is so over all of them.
 
@@ -336,7 +332,7 @@ def attach(model, group=None, *, seq_length=None, under_engine=False) -> Attachm
         if attachment_of(module) is not None:
             raise ValueError(f"{type(module).__name__} is attached already: detach() it first.")
     support.check_model(model, dist.get_world_size(group))
-    return Attachment(model, group, seq_length, under_engine)
+    return Attachment(model, group, seq_length, trial, under_engine)
 
 
 class _Registry:

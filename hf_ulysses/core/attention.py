@@ -24,7 +24,7 @@ from . import packed as documents
 from .all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_heads
 from .heads import chunk_heads, share_heads
 from .pieces import again_in_backward, collected
-from .sequence import ROW_KEY, current_row, on_whole_row
+from .sequence import ROW_KEY, on_whole_row
 
 
 class HeadView:
@@ -61,15 +61,14 @@ def exchanging(core, attachment_of):
 def _exchanging(core, attachment_of):
     @functools.wraps(core)
     def exchanging_core(module, query, key, value, attention_mask=None, *args, **kwargs):
-        row = kwargs.pop(ROW_KEY, None)
         attachment = attachment_of(module)
+        row = attachment.row_of(module, kwargs) if attachment is not None else kwargs.get(ROW_KEY)
+        kwargs.pop(ROW_KEY, None)
         if attachment is None and row is not None:
             raise ValueError(
                 f"{type(module).__name__} got a sharded batch but belongs to a model that is not attached (a copy of an "
                 "attached one?): it would attend within the shard. Give it the full rows, or attach() it, too."
             )
-        if attachment is not None and row is None:
-            row = attachment.row_outside_kwargs(module, current_row())
         if attachment is not None and row is None:
             attachment.direct_calls += 1
             attachment.calls_on_whole_row += on_whole_row()

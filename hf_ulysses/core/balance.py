@@ -2,9 +2,8 @@
 
 It is a product of two means over tokens, so means over shards do not add up to it. Modelling files have their own copy of
 `load_balancing_loss_func(gate_logits, num_experts, top_k, attention_mask)`; the wrapper gathers the router logits, which
-are small, and gives the function the whole row. Every rank then has the row's auxiliary loss, which `reduce_loss`
-weights like the rest of its loss; where the loss is a sum over a count of the whole step on all ranks, each rank takes
-its 1 / sp_size.
+are small, and gives the function the whole row. Every rank then has the row's auxiliary loss, and adds its share of it to
+its loss (attachment.py, `share_of_auxiliary`).
 """
 
 import functools
@@ -39,7 +38,7 @@ def for_full_row(balance):
         bound.arguments["gate_logits"] = _gather(gates, row)
         bound.arguments["attention_mask"] = None if row.attention_mask is None else row.attention_mask[:, : row.length]
         loss = balance(*bound.args, **bound.kwargs)
-        return loss / torch.distributed.get_world_size(row.group) if row.counted else loss
+        return loss * row.share
 
     return balance_row
 

@@ -1,192 +1,203 @@
-"""Batch -> shard: pad, positions, shift_labels, boundaries, slice. Pure functions of (batch, rank, size).
+"""The decoder's entrance and exit: whole rows become shards here, and whole rows again when they leave.
 
-1. The row's length is that of `input_ids` (or `inputs_embeds`); it is padded on the right to a multiple of `size`.
-2. Labels are shifted on the full row, so that the target behind a cut is scored by the shard in front of it.
-3. Every tensor of shape `(B, S, ...)` is cut into contiguous shards along S; what has no dimension of length S is passed
-   on; anything else is an error by name. No list of known keys decides what is cut.
-4. The full row's facts ride along as a `Row` (row.py).
+    whole rows -> model -> [ decoder: shards -> layers, attention exchanged (attention.py) -> shards ] -> whole rows
 
-Not covered, refused by name: images and audio, 4-D attention masks, decoder inputs, one label per row.
+1. On the way in, arguments are padded to a multiple of sp_size and cut (cut.py); the row's facts are held for as long as
+   the decoder runs, and travel in its keyword arguments where it hands them on.
+2. On the way out hidden states are gathered, unless the head in front works on shards (exits.py) or the batch was sharded
+   by the user.
+3. A call with a key/value cache (`generate`) goes straight through.
+
+A forward that the user began is a `Forward`; it knows what the head decided and what the decoder found.
 """
 
-from collections.abc import Mapping
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from .sequence import ROW_KEY, Row
+from .cut import BOUNDARY_KEYS, checksum, cut
+from .gather import gather_sequence, with_whole_gradient
+from .randomness import OwnStream
+from .sequence import ROW_KEY, Row, hold, on_whole_row, release
+from .trees import tree_map
 
-IGNORE_INDEX = -100
-BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_PADDING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
-_OTHER_MODALITIES = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values", "images", "videos")
+# What a head passes on to its decoder without meaning it.
+_OF_THE_HEAD = ("labels", "shift_labels", "num_items_in_batch")
+_CACHES = ("past_key_values", "cache", "cache_params")
 
 
-def shard_batch(batch: Mapping, rank: int, size: int, seq_length: int | None = None) -> Mapping:
-    """Cut a batch of full rows and return the part of sequence rank `rank` of `size`. No communication.
+@dataclass
+class Forward:
+    """One forward of an attached model.
 
     Args:
-        batch (`Mapping`): the full rows, as a stock collator makes them. Not modified.
-        rank (`int`): this rank within the sequence-parallel group.
-        size (`int`): number of ranks of the group.
-        seq_length (`int`, *optional*): the only row length allowed (`sp_seq_length_is_variable=False`).
-
-    Returns:
-        `Mapping` of the batch's own type: every per-token tensor as `(B, padded / size, ...)`, with `position_ids`,
-        `shift_labels` (when there are labels) and, when rows were padded here, `attention_mask` added; plus the `Row`
-        under `ROW_KEY`.
-
-    Raises:
-        ValueError: a tensor that cannot be cut, input of another modality, or a row of another length than `seq_length`.
+        exit (`str`): "loss" or "tokens": the head works on shards; "hidden": the decoder's output is gathered.
+        given (`Row`, *optional*): of a batch that came in shards.
+        row (`Row`, *optional*): of the decoder's call, once it has run in shards.
+        count (`torch.Tensor`, *optional*), counted (`bool`): targets of this shard; whether `num_items_in_batch` counts them.
+        length (`int`, *optional*), fields (`int`, *optional*): tokens that there are labels for; per-token results.
+        opened (`bool`): whether the batch came in shards for a head that needs whole rows.
+        tokens (`list`): token ids and labels as the user gave them: peers have to have the same.
+        held, outer: give the row back that is current while the head runs, while a model runs on shards.
     """
-    tokens = _tokens(batch)
-    batch_size, length = tokens.shape[:2]
-    if seq_length is not None and length != seq_length:
-        raise ValueError(
-            f"sp_seq_length={seq_length} with sp_seq_length_is_variable=False, but this row has {length} tokens. "
-            "Pad the rows to that length in the collator or set sp_seq_length_is_variable=True."
-        )
-    _refuse(batch, length)
-    padding = -length % size
-    part_length = (length + padding) // size
 
-    full = {key: value for key, value in batch.items() if key not in BOUNDARY_KEYS}
-    attention_mask = full.get("attention_mask")
-    labels = full.get("labels")
-    if labels is not None and full.get("shift_labels") is None:
-        full["shift_labels"] = torch.nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
-    if full.get("position_ids") is None:
-        full["position_ids"] = torch.arange(length, device=tokens.device).expand(batch_size, length)
-    if padding and attention_mask is None:
-        # Consumers that count tokens (metrics, router statistics) must not count our padding. The mask builders do
-        # not see this one: they get the row's, where `None` still means "documents are told by position_ids".
-        full["attention_mask"] = torch.ones(batch_size, length, dtype=torch.long, device=tokens.device)
+    exit: str = "hidden"
+    given: Row | None = None
+    row: Row | None = None
+    count: Any = None
+    counted: bool = False
+    length: int | None = None
+    fields: int | None = None
+    opened: bool = False
+    tokens: list = field(default_factory=list)
+    held: Any = None
+    outer: Any = None
 
-    position_ids = _pad_positions(full.pop("position_ids"), padding)
-    if position_ids.shape[-2] != batch_size:
-        position_ids = position_ids.expand(*position_ids.shape[:-2], batch_size, -1)
-    row = Row(
-        length=length,
-        padded=length + padding,
-        position_ids=position_ids,
-        attention_mask=None if attention_mask is None else _pad(attention_mask, padding, 0),
-        boundaries=_boundaries(batch, batch_size, length, padding),
-        checksum=_checksum(tokens, labels),
-        positions_given=batch.get("position_ids") is not None,
-    )
-
-    mine = slice(rank * part_length, (rank + 1) * part_length)
-    part = {"position_ids": position_ids[..., mine].contiguous()}
-    for key, value in full.items():
-        if torch.is_tensor(value) and value.dim() >= 2 and value.shape[:2] == (batch_size, length):
-            value = _pad(value, padding, _PADDING.get(key, 0))[:, mine].contiguous()
-        elif torch.is_tensor(value) and length in value.shape and tuple(value.shape) != (batch_size,):
-            raise ValueError(
-                f"Batch entry {key!r} of shape {tuple(value.shape)} has a dimension as long as the row ({length}) but is "
-                f"not of shape ({batch_size}, {length}, ...), so it cannot be cut over {size} sequence ranks. "
-                "Reshape it to (batch, sequence, ...) in the collator, or drop it."
-            )
-        part[key] = value
-    part[ROW_KEY] = row
-    return part if type(batch) is dict else type(batch)(part)
+    @property
+    def in_shards(self) -> bool:
+        return self.exit != "hidden" or self.given is not None and not self.opened
 
 
-def is_sharded(batch) -> bool:
-    """Whether `batch` is the result of `shard_batch`."""
-    return isinstance(batch, Mapping) and isinstance(batch.get(ROW_KEY), Row)
+class Entrance:
+    """The hooks around one attachment's decoder."""
 
+    def __init__(self, attachment, decoder):
+        self.attachment = attachment
+        parameters = inspect.signature(type(decoder).forward).parameters
+        self.names = list(parameters)[1:]
+        self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.running = []
+        self._own_stream, self._noise = OwnStream(attachment.rank), None
 
-def _tokens(batch):
-    if not isinstance(batch, Mapping):
-        raise ValueError(
-            f"Sequence parallelism shards batches that are mappings of tensors, not {type(batch).__name__}. "
-            "Return a dict from the collator."
-        )
-    for key in ("input_ids", "inputs_embeds"):
-        if torch.is_tensor(batch.get(key)) and batch[key].dim() >= 2:
-            return batch[key]
-    raise ValueError(
-        f"Sequence parallelism found neither `input_ids` nor `inputs_embeds` of shape (batch, sequence) in a batch with "
-        f"the keys {sorted(map(str, batch))}. Trainers that build their model inputs from other keys (preference, "
-        "reward, online RL) are not supported: train without sequence parallelism."
-    )
-
-
-def _refuse(batch, length):
-    for key, value in batch.items():
-        if value is None:
-            continue
-        if str(key).startswith(_OTHER_MODALITIES):
-            raise ValueError(
-                f"Batch entry {key!r} holds images or audio: their tokens cannot be cut along the sequence yet. "
-                "Train on text only, or without sequence parallelism."
-            )
-        if str(key).startswith("decoder_"):
-            raise ValueError(
-                f"Batch entry {key!r} belongs to an encoder-decoder model, which sequence parallelism does not support."
-            )
-    attention_mask = batch.get("attention_mask")
-    if torch.is_tensor(attention_mask) and attention_mask.dim() != 2:
-        raise ValueError(
-            f"attention_mask of shape {tuple(attention_mask.shape)}: sequence parallelism needs the 2-D padding mask "
-            "(batch, sequence); the model builds the rest from it. Use position_ids that restart for packed documents."
-        )
-    labels = batch.get("labels")
-    if torch.is_tensor(labels) and (labels.dim() < 2 or labels.shape[1] != length):
-        raise ValueError(
-            f"labels of shape {tuple(labels.shape)} are not one per token of a row of {length} tokens. Losses that need "
-            "the whole row (sequence classification, reward models) are not supported with sequence parallelism."
-        )
-
-
-def _pad(tensor, padding, value, dim=1):
-    if not padding:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = padding
-    return torch.cat([tensor, tensor.new_full(shape, value)], dim=dim)
-
-
-def _pad_positions(position_ids, padding):
-    """Number the padding on; behind packed documents restart at zero: one dummy document, which no other one sees."""
-    if not padding:
-        return position_ids
-    count = torch.arange(padding, device=position_ids.device, dtype=position_ids.dtype)
-    tail = position_ids[..., -1:] + 1 + count
-    if position_ids.dim() == 2 and position_ids.shape[1] > 1:
-        packed = (position_ids.diff(dim=-1) != 1).any(dim=-1, keepdim=True)
-        tail = torch.where(packed, count, tail)
-    return torch.cat([position_ids, tail], dim=-1)
-
-
-def _boundaries(batch, batch_size, length, padding):
-    """The full row's `cu_seq_lens_*` and `max_length_*`, with the padding as one more document."""
-    given = {key: batch[key] for key in BOUNDARY_KEYS if batch.get(key) is not None}
-    if not padding or not given:
-        return given
-    if batch_size > 1:
-        raise ValueError(
-            f"cu_seq_lens with {batch_size} rows of {length} tokens: padding every row by {padding} would move their "
-            "boundaries. Flatten the batch into one row, or pad the rows to a multiple of sp_size in the collator."
-        )
-    for key, value in given.items():
-        if key.startswith("cu_seq_lens"):
-            given[key] = torch.cat([value, value.new_full((1,), length + padding)])
+    def enter(self, module, args, kwargs):
+        attachment = self.attachment
+        if not attachment.owns(module) or attachment.is_plain or on_whole_row():
+            self.running.append(None)
+            return None
+        arguments = {**dict(zip(self.names, args)), **kwargs}
+        forward = attachment.forward or Forward(given=arguments.pop(ROW_KEY, None))
+        if any(arguments.get(name) is not None for name in _CACHES):
+            if forward.given is not None:
+                raise ValueError(
+                    f"{type(module).__name__} got a key/value cache with a sharded batch: set use_cache=False with sequence "
+                    "parallelism, or generate from whole rows."
+                )
+            self.running.append(None)
+            return None
+        arguments.pop(ROW_KEY, None)
+        for name in _OF_THE_HEAD:
+            arguments.pop(name, None)
+        if forward.given is None:
+            for name, value in arguments.items():
+                if torch.is_tensor(value) and value.requires_grad and torch.is_grad_enabled():
+                    arguments[name] = with_whole_gradient(value, attachment.group)
+            part, row = cut(arguments, attachment.rank, attachment.size, attachment.seq_length)
+            for of_the_user in forward.tokens:
+                row.checksum = checksum(of_the_user, row.checksum)
         else:
-            given[key] = value.clamp(min=padding) if torch.is_tensor(value) else max(value, padding)
-    return given
+            part, row = arguments, forward.given
+            if row.attention_mask is None and "attention_mask" in part:
+                part["attention_mask"] = None  # `shard` added it for those who count tokens.
+        row.group, row.share = attachment.group, attachment.share_of_auxiliary(forward)
+        if forward.length not in (None, row.length) and forward.exit != "hidden":
+            raise ValueError(
+                f"{type(module).__name__} was given rows of {row.length} tokens for labels of {forward.length}: virtual "
+                "tokens (prompt tuning) are not supported with sequence parallelism."
+            )
+        if not self.takes_any:
+            # What cutting added and the decoder has no use for.
+            part = {name: value for name, value in part.items() if name in self.names or name in arguments}
+        else:
+            part = {**part, **{key: arguments[key] for key in BOUNDARY_KEYS if key in arguments}, ROW_KEY: row}
+        if "use_cache" in self.names or "use_cache" in part:
+            part["use_cache"] = False
+        attachment.carry_row(module)
+        forward.row = row
+        self._noise = _noise_of_the_row(module, row)
+        if module.training:
+            self._own_stream.begin()
+        self.running.append((forward, hold(row)))
+        return (), part
+
+    def leave(self, module, args, kwargs, output):
+        if not self.running or (entered := self.running.pop()) is None:
+            return None
+        forward, token = entered
+        release(token)
+        self._give_back()
+        if output is None:  # It raised.
+            return None
+        if forward.in_shards:
+            if self.attachment.forward is forward:
+                forward.held = hold(forward.row)  # The experts' balance needs it (balance.py), until the head is done.
+            return None
+        self.attachment.compare_rows(forward.row)
+        return whole(output, forward.row, self.attachment)
+
+    def _give_back(self):
+        self._own_stream.end()
+        if self._noise is not None:
+            embeddings, self._noise = self._noise, None
+            embeddings[0].neftune_noise_alpha = embeddings[1]
+
+    def reset(self):
+        """Forget forwards that were interrupted."""
+        self.running.clear()
+        self._give_back()
 
 
-def _checksum(tokens, labels):
-    """Shape and content of a batch as integers, `(4,)` int64; integer arithmetic, so equal on every device."""
-    shape = torch.tensor(tokens.shape[:2], device=tokens.device)
-    return torch.cat([shape, _weighted_sum(tokens), _weighted_sum(shape if labels is None else labels)])
+def _noise_of_the_row(decoder, row):
+    """NEFTune scales its noise with alpha / sqrt(tokens * size) of what it sees, a shard: alpha such that it is the row's.
+
+    Returns the embedding and its alpha, to be given back; `None` where there is no noise.
+    """
+    embeddings = decoder.get_input_embeddings() if hasattr(decoder, "get_input_embeddings") else None
+    alpha = getattr(embeddings, "neftune_noise_alpha", None)
+    if alpha is None:
+        return None
+    shard = row.padded // dist.get_world_size(row.group)
+    embeddings.neftune_noise_alpha = alpha * (shard / row.length) ** 0.5
+    return embeddings, alpha
 
 
-def _weighted_sum(tensor):
-    if tensor.is_floating_point():
-        width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-        tensor = tensor.detach().contiguous().view(width)
-    flat = tensor.reshape(-1).long()
-    # Weights that do not repeat within 65521 tokens: swapping two tokens changes the sum.
-    weights = torch.arange(flat.numel(), device=flat.device) % 65521 + 1
-    return (flat * weights).sum(dim=0, keepdim=True)
+def whole(value, row, attachment):
+    """Every shard `(B, s, ...)` in a nested value gathered to `(B, S, ...)`; routers' `(B * s, experts)` too. Collective."""
+    shard, batch_size = row.padded // attachment.size, row.position_ids.shape[-2]
+
+    def gather(path, leaf):
+        if not torch.is_tensor(leaf):
+            return leaf
+        if leaf.dim() >= 2 and leaf.shape[:2] == (batch_size, shard):
+            return gather_sequence(leaf, attachment.group, 1, row.length)
+        if "router" in path and leaf.dim() == 2 and leaf.shape[0] == batch_size * shard:
+            leaf = leaf.unflatten(0, (batch_size, shard))
+            return gather_sequence(leaf, attachment.group, 1, row.length).flatten(0, 1)
+        return leaf
+
+    return tree_map(gather, value)
+
+
+def decoder_of(model):
+    """The module that holds the layers: what is cut on the way in and gathered on the way out.
+
+    `get_decoder()` where the model knows; else its base model, which for an encoder is all but its head; else whatever
+    directly owns the largest list of modules.
+    """
+    base = next((module for module in model.modules() if hasattr(module, "get_decoder")), model)
+    for found in (base.get_decoder() if base is not model or hasattr(base, "get_decoder") else None, base):
+        found = getattr(found, "base_model", found) if found is base else found
+        if isinstance(found, torch.nn.Module) and (found is not base or not _has_head(base)):
+            return found
+    return max(base.modules(), key=_size_of_layers)
+
+
+def _has_head(model):
+    return hasattr(model, "get_output_embeddings") and isinstance(model.get_output_embeddings(), torch.nn.Module)
+
+
+def _size_of_layers(module):
+    lists = [child for child in module.children() if isinstance(child, torch.nn.ModuleList)]
+    return sum(parameter.numel() for layers in lists for parameter in layers.parameters())

@@ -25,6 +25,29 @@ def gather_sequence(tensor, group, dim: int = 1, length: int | None = None):
     return full if length is None else full.narrow(dim, 0, length)
 
 
+def with_whole_gradient(tensor, group):
+    """`(B, S, ...)` as it is; backward gives every rank the gradient of all positions, not of its shard's alone.
+
+    For what comes from outside of a decoder, is the same on all ranks and is cut there. Each rank's gradient is `size` times
+    its shard's part of one process's (all ranks back-propagate the row's loss), zero elsewhere: their mean is that of one
+    process. Collective over `group` in backward.
+    """
+    return _WholeGradient.apply(tensor, group)
+
+
+class _WholeGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, group):
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad / dist.get_world_size(ctx.group), None
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, group, dim):

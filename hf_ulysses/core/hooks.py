@@ -37,10 +37,17 @@ def _hook(module, pairs):
         return args, kwargs
 
     def leave_all(module, args, kwargs, output):
+        error = None
         for _, leave in reversed(pairs):
-            changed = leave(module, args, kwargs, output)
+            # One that raises keeps none of the others from giving back what they hold.
+            try:
+                changed = leave(module, args, kwargs, output)
+            except BaseException as raised:
+                error, output, changed = error or raised, None, None
             if changed is not None:
                 output = changed
+        if error is not None:
+            raise error
         return output
 
     return [

@@ -2,24 +2,14 @@
 
 The current row (row.py) is gone when backward recomputes a layer; models that pass keyword arguments on bring it along,
 others do not. Checkpoint functions are therefore wrapped where transformers' layers and torch's wrappers keep them.
-Layers that run again in another way (reversible ones) are told by the stack and refused, if they need a row.
+A layer that runs again in another way (reversible ones) has no row then, and is refused there (attachment.py, `row_of`).
 """
 
 import functools
-import inspect
-import sys
-
-import torch
-import torch.utils.checkpoint
 
 from .sequence import current_row, holding
 
 _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
-# Whoever has one of these above it on the stack is run again in backward, after the model's forward is over.
-_RUN_AGAIN = {
-    inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__,
-    inspect.unwrap(torch.autograd.Function.apply.__func__).__code__,
-}
 
 
 class _Carrying:
@@ -51,13 +41,3 @@ def forget_row(module) -> None:
     for name in _ATTRIBUTES:
         if isinstance(vars(module).get(name), _Carrying):
             setattr(module, name, vars(module)[name].function)
-
-
-def loses_row() -> bool:
-    """Whether the caller will run again in backward without the row that is current now."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code not in _RUN_AGAIN:
-        if frame.f_code is _run_with.__code__:
-            return False
-        frame = frame.f_back
-    return frame is not None

@@ -31,9 +31,9 @@ class Row:
         attention_mask (`torch.Tensor`, *optional*): of shape `(B, padded)`, zero on the padding; `None` when the user
             gave none: then documents are told apart by `position_ids`.
         boundaries (`dict`): `cu_seq_lens_q/k` and `max_length_q/k` of the full row, where the user gave them.
-        checksum (`torch.Tensor`): of shape `(4,)`, int64; equal on two ranks that read the same row.
-        group (`torch.distributed.ProcessGroup`), counted (`bool`): set when a forward begins: whose ranks share the row,
-            and whether its loss is a sum over `num_items_in_batch`.
+        checksum (`torch.Tensor`): of shape `()`, int64; equal on two ranks that read the same row.
+        group (`torch.distributed.ProcessGroup`), share (`float`): set when a forward begins: whose ranks share the row, and
+            what part of an auxiliary loss of the whole row is a rank's (balance.py).
         positions_given (`bool`): whether the user gave `position_ids`; else they were counted, as most models count.
     """
 
@@ -46,16 +46,16 @@ class Row:
         "checksum",
         "positions_given",
         "group",
-        "counted",
-        "verified",
+        "share",
+        "shift_labels",
         "_flash",
     )
 
     def __init__(self, length, padded, position_ids, attention_mask, boundaries, checksum, positions_given=True):
         self.length, self.padded = length, padded
         self.position_ids, self.attention_mask, self.boundaries = position_ids, attention_mask, boundaries
-        self.checksum, self.positions_given, self.verified = checksum, positions_given, False
-        self.group, self.counted, self._flash = None, False, None
+        self.checksum, self.positions_given = checksum, positions_given
+        self.group, self.share, self.shift_labels, self._flash = None, 1.0, None, None
 
     @property
     def padding(self) -> int:
@@ -94,10 +94,8 @@ class Row:
         """A copy with its tensors moved, as `torch.Tensor.to`; loops that move every value of a batch need it."""
 
         def move(value):
-            if not torch.is_tensor(value) or value.is_floating_point():
-                return value
-            device = torch._C._nn._parse_to(*args, **kwargs)[0]
-            return value if device is None else value.to(device, non_blocking=kwargs.get("non_blocking", False))
+            # Positions and masks keep their dtype, whatever a loop casts its batch to.
+            return value.to(*args, **kwargs).to(value.dtype) if torch.is_tensor(value) else value
 
         moved = Row(
             self.length,
@@ -108,7 +106,7 @@ class Row:
             move(self.checksum),
             self.positions_given,
         )
-        moved.verified = self.verified
+        moved.shift_labels = move(self.shift_labels)
         return moved
 
     def __repr__(self):
@@ -154,3 +152,8 @@ def hold(row: Row | None):
 
 def release(token) -> None:
     _current.reset(token)
+
+
+def forget_rows() -> None:
+    """No row is current: a forward begins, whatever an interrupted one may have left."""
+    _current.set(None)

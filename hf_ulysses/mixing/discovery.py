@@ -5,9 +5,8 @@
    an output that differs where the inputs agree is the module's own doing; an input that differs is the doing of the
    module that is calling; so is an error, of the innermost module that was running.
 3. The author, and all modules of its kind, from now on go the first of these ways that makes the next round agree: exchange
-   around the functions in which they mix (mixers.py); compute with tensors of the whole row that are held in part
-   (spread/); get the whole row on every rank (whole.py). 2. is repeated until nothing differs. A model whose own code,
-   around its layers, is the author runs that code on the whole row.
+   around the functions in which they mix (mixers.py); get the whole row on every rank (whole.py). 2. is repeated until
+   nothing differs. A model whose own code, around its layers, is the author runs that code on the whole row.
 
 So no list of layer names decides, and a model that nobody has heard of is exact or refused. The short row is as long as
 what the configuration treats specially (windows, chunks, top-k), up to a limit; packed and padded rows are tried, too.
@@ -16,18 +15,17 @@ Not covered: gradients (a module that is right in its outputs is right in its gr
 effects that a short row with the current weights does not show.
 """
 
-import inspect
 import logging
 import re
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 
-from ..core import labels
+from ..core.cut import IGNORE_INDEX
 from .mixers import Mixers
-from ..core.sequence import ROW_KEY
 from .trace import Trace
-from .whole import Whole
+from .whole import Whole, takes
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +62,9 @@ class _Discovery:
         self.everyone = None if attachment.under_engine else attachment.group
         self.mixers = Mixers(attachment)
         self.found, self.dims = set(), {}
-        # Kind of module -> the ways that are left to it, the handles of the one it goes, and what that could not split.
-        self.ways, self.hooks, self.undone = {}, {}, {}
-        self.handles, self.may_spread, self.has_spread, self.changes = [], True, False, 0
+        # Kind of module -> the ways that are left to it, and the handles of the one it goes.
+        self.ways, self.hooks = {}, {}
+        self.handles, self.changes = [], 0
         # An odd number of tokens per shard, so that blocks of positions lie across its edges.
         length = _short_length(getattr(model, "config", None), attachment.size)
         self.tokens = tokens[:1].repeat(1, -(-length // tokens.shape[1]))[:, :length].contiguous()
@@ -78,10 +76,7 @@ class _Discovery:
         try:
             # Eagerly: torch.compile would specialize on short rows, and on the hooks that watch them.
             with torch.no_grad(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
-                if not self._make_all_exact(forgiving=True):
-                    # Without what could go wrong besides: modules that compute with tensors held in part.
-                    self._start_over()
-                    self._make_all_exact()
+                self._make_all_exact()
                 self._find_head()
         except BaseException:
             for handle in [*self.handles, *self._hooks_of_kinds()]:
@@ -124,27 +119,13 @@ class _Discovery:
             positions = [torch.arange(b - a, device=self.tokens.device) for a, b in zip(cuts, cuts[1:])]
             yield {"input_ids": self.tokens, "position_ids": torch.cat(positions)[None]}
 
-    def _make_all_exact(self, forgiving=False):
-        """Whether it worked; raises if not, unless `forgiving` and there is something that can be done without."""
+    def _make_all_exact(self):
         rows, row = list(self._rows()), 0
         while row < len(rows):
             changes = self.changes
-            try:
-                self._make_exact(rows[row])
-            except NotExact:
-                if forgiving and self.has_spread:
-                    return False
-                raise
+            self._make_exact(rows[row])
             # What was changed for a later row must do for those before, too.
             row = 0 if row and self.changes > changes else row + 1
-        return True
-
-    def _start_over(self):
-        for handle in self.handles:
-            handle.remove()
-        self._forget_ways()
-        self.handles, self.attachment.gathered, self.may_spread = [], [], False
-        self.found.clear()
 
     def _make_exact(self, batch):
         reference = Trace(self, batch, None)
@@ -154,63 +135,33 @@ class _Discovery:
                 return  # The model does not do this without sequence parallelism either.
             raise reference.error or RuntimeError("The trial row failed on another rank.")
         for _ in range(_ROUNDS):
-            for operations in self.undone.values():
-                operations.clear()
             trace = Trace(self, batch, reference)
-            trace.run(self._cut(batch))
+            trace.run(batch)
             author, why, error = self._agree(trace)
             if author is None:
                 self._look(reference, trace)
-                # What could not be split after all costs less if its inputs are gathered.
-                undone = [kind for kind, operations in self.undone.items() if not self._everywhere(not operations)]
-                if not undone:
-                    return
-                for kind in undone:
-                    if kind not in self.undone:
-                        continue  # Inside of one that is gathered by now.
-                    logger.info("%s cannot be split: %s", kind[0].__name__, "; ".join(self.undone[kind]))
-                    self._next_way(kind, batch)
-                continue
+                return
             self._mend(author, why, error, reference, trace, batch)
         raise NotExact(f"{type(self.model).__name__} could not be made exact in {_ROUNDS} rounds; last: {why}.")
 
-    def _cut(self, batch):
-        part = self.attachment.cut(batch)
-        part[ROW_KEY].verified = True
-        return part
+    def run_entry(self, batch, whole):
+        """The model's output for whole rows, computed plainly or in shards."""
+        # With a cache, a model does not tell documents apart.
+        caches = "use_cache" in self.attachment.entrance.names and takes(self.model, "use_cache")
+        cacheless = {"use_cache": False} if caches else {}
+        with self.attachment.plain() if whole else nullcontext():
+            return self.entry(**batch, **cacheless)
 
     def _find_head(self):
-        """Whether the model's head takes `shift_labels`, shifts by itself, or does not shift (labels.py)."""
-        head, output_embedding = labels.head_of(self.model)
-        if head is None or "labels" not in inspect.signature(type(head).forward).parameters:
+        """Whether the head scores shards as it scores the row; else its rows stay whole (exits.py)."""
+        if not self.attachment.splits_loss:
             return
         targets = self.tokens.clone()
-        targets[:, 3 : targets.shape[1] // self.attachment.size : 2] = labels.IGNORE_INDEX
+        targets[:, 3 : targets.shape[1] // self.attachment.size : 2] = IGNORE_INDEX
         batch = {"input_ids": self.tokens, "labels": targets}
-        whole = self.entry(**batch)
-        next_token = labels.surplus(whole, labels.shifted(targets))
-        same_token = labels.surplus(whole, targets)
-        if next_token is None:
-            return  # No logits to compare with: left to the trainer's start-up check.
-        part = self._cut(batch)
-        half = whole.logits.dtype in (torch.bfloat16, torch.float16)
-        if self._everywhere(labels.agree(self._surplus(part, "shift_labels"), next_token, half)):
-            return
-        if self._everywhere(labels.agree(self._surplus(part, "labels"), same_token, half)):
-            self.attachment.scores_own_labels = True
-            return
-        if output_embedding is not None:
-            self.handles += labels.give_dummy_position(self.model)
-            if self._everywhere(labels.agree(self._surplus(self._cut(batch), "shift_labels"), next_token, half)):
-                return
-        raise ValueError(
-            f"{type(self.model).__name__} computes its loss in a way that does not split over sp_size="
-            f"{self.attachment.size} shards: it neither uses shift_labels, nor shifts labels by one, nor scores them as "
-            "they are. Train it without sequence parallelism, or compute the loss outside of the model."
-        )
-
-    def _surplus(self, part, name):
-        return labels.surplus(self.entry(**part), part[name])
+        whole, shards = (self.run_entry(batch, whole).loss for whole in (True, False))
+        tolerance = 3e-2 if whole.dtype in (torch.bfloat16, torch.float16) else 1e-3
+        self.attachment.splits_loss = self._everywhere((shards - whole).abs() <= tolerance * (1 + whole.abs()))
 
     def _from_all(self, mine) -> list:
         answers = [None] * dist.get_world_size(self.everyone)
@@ -258,7 +209,7 @@ class _Discovery:
         """Let all modules of a kind go the next way that they can."""
         self.changes += 1
         alike = self._drop(kind)
-        ways = [self._exchange_around_functions, *([self._spread] if self.may_spread else []), self._gather]
+        ways = [self._exchange_around_functions, self._gather]
         ways = self.ways.setdefault(kind, ways)
         hooks = None
         while hooks is None:
@@ -272,7 +223,6 @@ class _Discovery:
         alike = [module for module in self.names if _kind(module) == kind]
         for handle in self.hooks.pop(kind, []):
             handle.remove()
-        self.undone.pop(kind, None)
         names, attachment = {self.names[module] for module in alike}, self.attachment
         attachment.split = [name for name in attachment.split if name not in names]
         attachment.gathered = [name for name in attachment.gathered if name not in names]
@@ -286,20 +236,13 @@ class _Discovery:
         self.dims.clear()
 
     def _exchange_around_functions(self, kind, alike, batch):
-        plans = self.mixers.study(alike, lambda: self.entry(**batch), batch["input_ids"].shape[1])
+        plans = self.mixers.study(alike, lambda: self.run_entry(batch, True), batch["input_ids"].shape[1])
         mine = {self.names[module]: repr(plan) for module, plan in plans.items()}
         others = self._from_all(mine)
         if len(plans) < len(alike) or any(other != mine for other in others):
             return None
         self.attachment.split += [self.names[module] for module in alike]
         return [handle for module in alike for handle in self.mixers.exchange(module, plans[module])]
-
-    def _spread(self, kind, alike, batch):
-        if any(getattr(inner, "gradient_checkpointing", False) for module in alike for inner in module.modules()):
-            return None  # A checkpoint inside of it would be given what is no tensor.
-        self.undone[kind], self.has_spread = [], True
-        self.attachment.split += [self.names[module] for module in alike]
-        return self._on_whole_row(alike, self.undone[kind])
 
     def _gather(self, kind, alike, batch):
         self.attachment.gathered += [self.names[module] for module in alike]
@@ -310,10 +253,10 @@ class _Discovery:
             self.ways.pop(other)
         return self._on_whole_row(alike)
 
-    def _on_whole_row(self, modules, undone=None):
+    def _on_whole_row(self, modules):
         for module in modules:
             self.dims.setdefault(module, {})
-        return [handle for module in modules for handle in self.whole.run_whole(module, self.dims[module], undone)]
+        return [handle for module in modules for handle in self.whole.run_whole(module, self.dims[module])]
 
     def _look(self, reference, trace):
         """Learn, from all ranks, where the sequence lies in the arguments of the modules that run whole; whether it is news."""

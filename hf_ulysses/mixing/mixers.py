@@ -70,9 +70,7 @@ class Mixers:
         """Returns the handles: `module` runs on its shard, its functions as `plan` says."""
 
         def enter(module, args, kwargs):
-            row = (kwargs.get(ROW_KEY) or current_row()) if self._attachment.owns(module) else None
-            if row is not None and ROW_KEY not in kwargs:
-                self._attachment.row_outside_kwargs(module, row)
+            row = self._attachment.row_of(module, kwargs) if self._attachment.owns(module) else None
             if row is not None and takes(module, "cu_seq_lens_q"):
                 kwargs = {**kwargs, **row.boundaries}
             exchanging = None if row is None else _Exchanging(self._attachment, row, plan, kwargs)

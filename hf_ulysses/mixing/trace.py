@@ -43,7 +43,7 @@ class Trace:
             ]
         try:
             with contextlib.nullcontext() if self.reference is None else self._trial():
-                self.discovery.entry(**batch)
+                self.discovery.run_entry(batch, whole=self.reference is None)
         except Exception as error:
             # The shapes of a shard where a row's were expected, or one of our own refusals.
             self.error = error

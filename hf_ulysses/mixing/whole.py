@@ -4,8 +4,7 @@ Attention goes through the exchange. What mixes or counts positions elsewhere (l
 convolutions, indexers, attention that calls no interface, embeddings that count) is found by discovery.py; what does not
 exchange around its functions (mixers.py) runs here:
 
-    run_whole    a module inside a layer     inputs gathered along the sequence -> the module -> own shard kept;
-                                             or handed on as tensors of the whole row, held in part (spread/)
+    run_whole    a module inside a layer     inputs gathered along the sequence -> the module -> own shard kept
     run_body     a model around its layers   inputs gathered, embeddings, masks and biases made for the whole row;
                                              each layer gets its shard of the hidden states, and what was made, whole
 
@@ -22,7 +21,6 @@ from ..core.hooks import around
 from ..core.packed import DocumentMask
 from ..core.gather import gather_sequence
 from ..core.sequence import ROW_KEY, current_row, hold, release
-from .spread import Ranks, Spread, inside
 from ..core.trees import tree_map
 
 # What discovery saw of an argument or result: the dimension that is as long as the row; `None` when there is none;
@@ -41,30 +39,19 @@ class Whole:
         self._attachment = attachment
         self._entered = []
         self._bodies = []
-        self._mixing = []
 
-    def run_whole(self, module, dims, undone=None):
+    def run_whole(self, module, dims):
         """Returns the handles.
 
         Args:
             dims (`dict`): path of an argument or result -> what discovery saw there (see `Where`).
-            undone (`list`, *optional*): given, nothing is gathered that need not be: `module` computes with `Spread`s, and
-                what had to run on the whole row after all is noted here.
         """
 
         def enter(module, args, kwargs):
             row = self._row(module, kwargs)
             if row is None:
                 return self._enter(module, None)
-            self._refuse_lost_row(module, kwargs)
-            spread = None
-            # torch.compile cannot follow what is no tensor.
-            if undone is not None and not torch.compiler.is_compiling():
-                attachment, shard = self._attachment, row.padded // self._attachment.size
-                spread = Ranks(attachment.group, attachment.rank, attachment.size, _seen(row), shard, undone)
-            args, kwargs = self._gather(module, args, kwargs, row, dims, _seen(row), spread)
-            if spread is not None and not spread.allowed:
-                spread.undo("nothing comes in that could be held in part", 1)
+            args, kwargs = self._gather(module, args, kwargs, row, dims, _seen(row))
             if takes(module, "cu_seq_lens_q"):
                 kwargs.update(row.boundaries)
             kwargs.pop(ROW_KEY, None)
@@ -75,10 +62,7 @@ class Whole:
             row = self._leave(module)
             return output if row is None else self._cut(output, row, dims, _seen(row))
 
-        handles = [*around(module, enter, leave), _Member(self._mixing, module)]
-        if undone is not None:
-            handles += inside(module, dims, self._mixing, self._innermost_row)
-        return handles
+        return around(module, enter, leave)
 
     def run_body(self, module, layers):
         """Returns the handles: `module`'s own code sees the whole row, each of `layers` its shard."""
@@ -109,8 +93,6 @@ class Whole:
             self._entered.append((module, hold(row if row is not None else current_row()), None))
             if row is None:
                 return None
-            if ROW_KEY not in kwargs:
-                self._attachment.row_outside_kwargs(module, row)
             args, kwargs = self._cut_for_layer(module, args, kwargs, row)
             if takes(module, ROW_KEY):
                 kwargs[ROW_KEY] = row
@@ -138,7 +120,7 @@ class Whole:
     def _row(self, module, kwargs):
         if not self._attachment.owns(module):
             return None  # A deepcopy takes the hooks along.
-        return kwargs.get(ROW_KEY) or current_row()
+        return self._attachment.row_of(module, kwargs)
 
     def _enter(self, module, row):
         self._entered.append((module, hold(None) if row is not None else hold(current_row()), row))
@@ -150,16 +132,7 @@ class Whole:
         release(token)
         return row
 
-    def _innermost_row(self, module=None):
-        """The row of the module that runs on it just now; given `module`, only if it is that one."""
-        entries = [entry for entry in self._entered if entry[2] is not None]
-        return entries[-1][2] if entries and module in (None, entries[-1][0]) else None
-
-    def _refuse_lost_row(self, module, kwargs):
-        if ROW_KEY not in kwargs:
-            self._attachment.row_outside_kwargs(module, current_row())
-
-    def _gather(self, module, args, kwargs, row, dims, length=None, spread=None):
+    def _gather(self, module, args, kwargs, row, dims, length=None):
         shard, length = row.padded // self._attachment.size, row.padded if length is None else length
 
         def gather(path, value):
@@ -179,8 +152,6 @@ class Whole:
                 return row.position_ids[(0,) * max(row.position_ids.dim() - value.dim(), 0)][..., :length]
             dim = where if path in dims and where != "absent" else _sequence_dim(value, shard)
             if dim is not None and value.dim() > dim and value.shape[dim] == shard:
-                if spread is not None and value.is_floating_point() and value.dim() > 2:
-                    return Spread.of_shard(value, dim, spread)
                 return gather_sequence(value, self._attachment.group, dim, length).contiguous()
             return _shorten(value, row.padded, length).contiguous()
 
@@ -223,19 +194,6 @@ class Whole:
             return value.narrow(dim, self._attachment.rank * shard, shard)
 
         return map_arguments(cut, module, args, kwargs)
-
-
-class _Member:
-    """A handle of a module's place in a list."""
-
-    def __init__(self, members, module):
-        self._members, self._module = members, module
-        members.append(module)
-
-    def remove(self):
-        if self._module is not None:
-            self._members.remove(self._module)
-            self._module = None
 
 
 def map_arguments(function, module, args, kwargs):

@@ -47,6 +47,17 @@ def sharded(model, batch, sp):
     return Step(loss.item(), logits, average(gradients(model)), sp.exchanges - before)
 
 
+def on_whole_rows(model, batch, sp):
+    """The same step with whole rows: the attached model is called like any other."""
+    model.zero_grad()
+    before = sp.exchanges
+    output = model(**batch)
+    output.loss.backward()
+    return Step(
+        output.loss.item(), of_real_tokens(output.logits, batch), average(gradients(model)), sp.exchanges - before
+    )
+
+
 def of_real_tokens(logits, batch):
     """Nobody reads the logits of padding, and where a window sees nothing but padding they average over all of it."""
     mask = batch.get("attention_mask")
@@ -71,7 +82,7 @@ def whole_step(batch, **model):
 def sharded_step(batch, **model):
     model = build(**model)
     with hf_ulysses.attach(model) as sp:
-        return sharded(model, batch, sp)
+        return [sharded(model, batch, sp), on_whole_rows(model, batch, sp)]
 
 
 def residual(ours, theirs):
@@ -97,4 +108,5 @@ def assert_same(steps, reference, *, tolerance=TOLERANCE, exchanges=None):
 def compare(ranks, size, batch, *, tolerance=TOLERANCE, exchanges=2, **model):
     """The sharded step on `size` ranks against the whole step in one process. `exchanges`: attention layers."""
     reference = ranks(1).run(whole_step, batch, **model)[0]
-    assert_same(ranks(size).run(sharded_step, batch, **model), reference, tolerance=tolerance, exchanges=exchanges)
+    for steps in ranks(size).run(sharded_step, batch, **model):
+        assert_same(steps, reference, tolerance=tolerance, exchanges=exchanges)

@@ -16,7 +16,8 @@ from transformers import DataCollatorForLanguageModeling, DynamicCache, PreTrain
 import hf_ulysses
 from hf_ulysses.core.attachment import attachment_of
 from hf_ulysses.core.sequence import current_row
-from hf_ulysses.core.entrance import shard_batch
+from hf_ulysses.core.randomness import OwnStream
+from hf_ulysses.core.cut import shard_batch
 
 from ..collectives import Collectives
 from ..models import batch_of, build
@@ -194,25 +195,29 @@ def test_generate_is_plain_attention(ranks):
 # -- what a forward costs and needs -----------------------------------------------------------------------------------
 
 
-def collectives_of_a_step():
+def collectives_of_a_step(whole):
     model = build()
     with hf_ulysses.attach(model) as sp:
-        model(**sp.shard(BATCH))  # The first batch is verified.
+        model(**sp.shard(BATCH))
         with Collectives() as sharding:
-            part = sp.shard(OTHER)
+            part = OTHER if whole else sp.shard(OTHER)
         with Collectives() as forward:
             output = model(**part)
-        with Collectives() as reducing:
-            loss = sp.reduce_loss(output.loss, part["shift_labels"])
         with Collectives() as backward:
-            loss.backward()
-    return sharding.names, forward.names, reducing.names, backward.names
+            output.loss.backward()
+        with Collectives() as reading:
+            output.logits, output["logits"]
+    return sharding.names, forward.names, backward.names, reading.names
 
 
-def test_two_collectives_per_layer_and_pass_and_no_others(ranks):
-    layers = 2
-    exchange = ["alltoall_base_"] * 2 * layers
-    assert ranks(2).run(collectives_of_a_step) == [([], exchange, ["allreduce_"], exchange)] * 2
+def test_two_collectives_per_layer_and_pass_and_one_more(ranks):
+    """The one more is of five numbers: the loss, its targets and what compares the rows."""
+    exchange = ["alltoall_base_"] * 2 * 2
+    expected = [], [*exchange, "allreduce_"], exchange, ["_allgather_base_"]
+    assert [tuple(map(list, got)) for got in ranks(2).run(collectives_of_a_step, True)] == [expected] * 2
+    # A shard's loss may be weighted by who uses it, on each rank otherwise.
+    expected = [], [*exchange, "allreduce_"], ["allreduce_", *exchange], []
+    assert [tuple(map(list, got)) for got in ranks(2).run(collectives_of_a_step, False)] == [expected] * 2
 
 
 def evaluate():
@@ -290,21 +295,26 @@ def test_different_rows_on_the_ranks_of_a_group(ranks, late):
     assert "read different rows" in messages[0] and messages[0].count("(1, 32, ") == 4
 
 
-def verified_again():
+def rows_part_later(whole):
+    """From the second batch on, this rank's rows are not its peer's: said by the forward after that."""
     model = build()
     with hf_ulysses.attach(model) as sp:
-        sp.shard(BATCH)
-        with Collectives() as wire:
-            for _ in range(100):
-                sp.shard(BATCH)
-        with pytest.raises(ValueError, match="different rows"):
-            for n in range(100):
-                sp.shard(batch_of(1, 32, seed=dist.get_rank()))
-        return len(wire.names), n
+        into = (lambda batch: batch) if whole else sp.shard
+        model(**into(batch_of(1, 32)))
+        model(**into(batch_of(1, 32, seed=dist.get_rank())))
+        with pytest.raises(ValueError, match="different rows in the last batch"):
+            model(**into(batch_of(1, 32)))
+        labels = batch_of(1, 32)
+        labels["labels"] = labels["labels"].roll(dist.get_rank())
+        model(**into(labels))
+        with pytest.raises(ValueError, match="different rows in the last batch"):
+            model(**into(batch_of(1, 32)))
 
 
-def test_rows_are_compared_again_every_hundred_batches(ranks):
-    assert ranks(2).run(verified_again) == [(1, 99)] * 2
+@pytest.mark.parametrize("whole", [True, False], ids=["whole rows", "shards"])
+def test_rows_are_compared_with_every_batch(ranks, whole):
+    """Case 39."""
+    ranks(2).run(rows_part_later, whole)
 
 
 def unsharded():
@@ -313,14 +323,13 @@ def unsharded():
         model.eval()(**BATCH)
         with torch.no_grad():
             model.train()(**BATCH)
-        with pytest.raises(ValueError, match=r"(?s)LlamaForCausalLM was attached.*sp_size=2.*not sharded.*prepare"):
-            model(**BATCH)
+        model(**BATCH)
         model(**sp.shard(BATCH))
         return sp.exchanges
 
 
-def test_training_on_what_was_not_sharded(ranks):
-    assert ranks(2).run(unsharded) == [2, 2]
+def test_whole_rows_are_cut_like_sharded_ones(ranks):
+    assert ranks(2).run(unsharded) == [8, 8]
 
 
 def refusals():
@@ -330,6 +339,8 @@ def refusals():
             hf_ulysses.attach(model)
         with pytest.raises(ValueError, match="sp_seq_length=32.*33 tokens"):
             sp.shard(BATCH)
+        with pytest.raises(ValueError, match="sp_seq_length=32.*33 tokens"):
+            model(**BATCH)
     with hf_ulysses.attach(model) as sp:
         part = sp.shard(BATCH)
         with pytest.raises(ValueError, match="output_attentions=True is not supported"):
@@ -381,15 +392,16 @@ def draws_inside_and_outside():
     generator = torch.Generator().manual_seed(5)
     device = SimpleNamespace(get_rng_state=generator.get_state, set_rng_state=generator.set_state)
     drawn = []
+    stream = OwnStream(dist.get_rank())
     with (
-        hf_ulysses.attach(build()) as sp,
         mock.patch("torch.accelerator.is_available", lambda: True),
         mock.patch("torch.get_device_module", lambda: device),
     ):
         torch.manual_seed(7)
         for _ in range(2):
-            with sp.own_randomness():
-                inside = (torch.rand(1).item(), torch.rand(1, generator=generator).item())
+            stream.begin()
+            inside = (torch.rand(1).item(), torch.rand(1, generator=generator).item())
+            stream.end()
             drawn.append((inside, (torch.rand(1).item(), torch.rand(1, generator=generator).item())))
     return drawn
 

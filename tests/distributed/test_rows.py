@@ -1,5 +1,7 @@
 """Rows of any kind through a sharded Llama step: lengths, targets, packing, padding. Loss and gradients as in one."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ import torch.distributed as dist
 import hf_ulysses
 
 from ..models import batch_of, build, packed_positions, padded
-from .steps import Step, assert_same, average, compare, gradients, of_real_tokens, residual, sharded
+from .steps import Step, assert_same, average, compare, gradients, of_real_tokens, residual, sharded, whole_step
 
 IGNORED = -100
 
@@ -40,10 +42,11 @@ def step(batch, training=True):
 @pytest.mark.parametrize(
     "batch", [batch_of(1, 1), batch_of(3, 1), targets_at(), targets_at(0)], ids=["1", "1x3", "none", "first"]
 )
-def test_nothing_to_learn_is_zero_not_nan(ranks, batch, training):
-    """Case 4, and rows of one token: their only label has no token in front of it."""
+def test_nothing_to_learn_is_what_one_process_gives(ranks, batch, training):
+    """Cases 4 and 35, and rows of one token: their only label has no token in front of it. 0 / 0 without any gradient."""
+    assert all((gradient == 0).all() for gradient in ranks(1).run(whole_step, batch)[0].gradients.values())
     for result in ranks(4).run(step, batch, training):
-        assert result.loss == 0 and result.logits.isfinite().all()
+        assert math.isnan(result.loss) and result.logits.isfinite().all()
         assert all((gradient == 0).all() for gradient in result.gradients.values())
 
 
@@ -192,7 +195,7 @@ def accumulated_on_groups(rows, num_items):
             part = sp.shard(row)
             output = model(**part, num_items_in_batch=num_items)
             # The count is of the whole step; gradients are averaged over the groups, too.
-            loss = sp.reduce_loss(output.loss * num_groups, part["shift_labels"], num_items_in_batch=num_items)
+            loss = sp.reduce_loss(output.loss, part["shift_labels"], num_items_in_batch=num_items) * num_groups
             loss.backward()
             losses.append(loss.detach() / num_groups)
         logits = sp.gather(output.logits.detach(), like=part)

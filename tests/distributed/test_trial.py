@@ -39,12 +39,12 @@ def parted(kind, batch):
     with hf_ulysses.attach(model) as sp:
         step = sharded(model, batch, sp)
         step.gradients = {name.replace("mlp.inner", "mlp"): g for name, g in step.gradients.items()}
-        return step, sp.split
+        return step, sp.gathered
 
 
 @pytest.mark.parametrize("kind", [RaisesOnOneRank, GathersOnOneRank])
 def test_nobody_waits_for_a_rank_that_goes_another_way(ranks, kind):
     reference = ranks(1).run(whole_step, batch_of(1, 33))[0]
-    for step, split in ranks(2).run(parted, kind, batch_of(1, 33), timeout=30):
+    for step, gathered in ranks(2).run(parted, kind, batch_of(1, 33), timeout=30):
         assert_same(step, reference)
-        assert split == ["model.layers.0.mlp"]
+        assert gathered == ["model.layers.0.mlp"]

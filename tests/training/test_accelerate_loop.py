@@ -39,7 +39,9 @@ def collate(features):
     return {name: torch.stack([f[name] for f in features]) for name in ("input_ids", "labels")}
 
 
-def documented_loop(engine="plain", sp=1, dp=1, group_from="deepspeed", loader="together", skip=0, move=False):
+def documented_loop(
+    engine="plain", sp=1, dp=1, group_from="deepspeed", loader="together", skip=0, move=False, aware=True
+):
     import hf_ulysses
 
     if sp > 1:
@@ -60,7 +62,7 @@ def documented_loop(engine="plain", sp=1, dp=1, group_from="deepspeed", loader="
     if skip:
         dataloader = accelerator.skip_first_batches(dataloader, skip)
 
-    sp_size = accelerator.parallelism_config.sp_size if accelerator.parallelism_config else 1
+    sp_size = accelerator.parallelism_config.sp_size if accelerator.parallelism_config and aware else 1
     if sp_size > 1:
         if group_from == "deepspeed":
             from deepspeed.utils import groups
@@ -143,11 +145,15 @@ def test_skipped_batches_are_sharded_too(ranks):
     assert set(results[0]["lengths"]) == {33}
 
 
-def test_a_loader_that_nobody_shards_is_an_error(ranks):
-    from ..ranks import RankFailed
-
-    with pytest.raises(RankFailed, match="not sharded.*deepspeed_ulysses_dl_adapter"):
-        ranks(2).run(documented_loop, engine="zero2", sp=2, loader="apart")
+@pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2", "ddp"])
+@pytest.mark.parametrize("loader", ["together", "apart"])
+def test_a_loop_that_knows_nothing_of_it(ranks, engine, loader):
+    """Case 30: `accelerator.backward(model(**batch).loss)`, on shards or on whole rows."""
+    expected = ranks(1).run(documented_loop)[0]
+    for result in ranks(2).run(documented_loop, engine=engine, sp=2, loader=loader, aware=False):
+        assert result["loss"] == pytest.approx(expected["loss"], rel=RELATIVE)
+        assert (result["parameters"] - expected["parameters"]).abs().max() < 1e-5
+        assert set(result["lengths"]) == {33 if loader == "together" else 66}
 
 
 def compiled_by_regions():

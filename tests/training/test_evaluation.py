@@ -65,9 +65,7 @@ def evaluate(engine="plain", sp=1, dp=1, count=3, eval_batch=2, kind="trainer", 
         )
         if first:
             trainer.train()
-        model.register_forward_pre_hook(
-            lambda m, a, k: local_lengths.append(k["input_ids"].shape[1]), with_kwargs=True
-        )
+        model.model.layers[0].register_forward_pre_hook(lambda m, args: local_lengths.append(args[0].shape[1]))
         return {"metrics": trainer.evaluate(), "local_lengths": local_lengths}
 
     config = TrainingArguments(**settings)
@@ -77,7 +75,7 @@ def evaluate(engine="plain", sp=1, dp=1, count=3, eval_batch=2, kind="trainer", 
         # In order, so that both layouts train on the same row.
         trainer._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(trainer.train_dataset)
         trainer.train()
-    model.register_forward_pre_hook(lambda m, a, k: local_lengths.append(k["input_ids"].shape[1]), with_kwargs=True)
+    model.model.layers[0].register_forward_pre_hook(lambda m, args: local_lengths.append(args[0].shape[1]))
     metrics = trainer.evaluate(data)
     prediction = trainer.predict(data)
     return {

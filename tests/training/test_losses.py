@@ -1,5 +1,7 @@
 """Losses of every kind, in the model or outside of it, give what one process gives."""
 
+import math
+
 import pytest
 import torch
 
@@ -155,8 +157,9 @@ def batch_without_targets(**settings):
 
 
 def test_a_step_without_any_target(ranks):
+    """Case 35: 0 / 0, as in one process, and no gradient."""
     for result in ranks(2).run(batch_without_targets, engine="zero3", sp=2):
-        assert result["loss"] == [0.0, 0.0]
+        assert all(math.isnan(loss) for loss in result["loss"])
         assert torch.isfinite(result["parameters"]).all()
 
 

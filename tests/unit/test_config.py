@@ -87,11 +87,11 @@ def test_row_length():
     assert ParallelismConfig(sp_size=2).seq_length is None
 
 
-def test_startup_check(monkeypatch):
-    assert ParallelismConfig(sp_size=2).startup_check
-    assert not ParallelismConfig(sp_size=2, sp_handler=SequenceParallelConfig(startup_check=False)).startup_check
-    monkeypatch.setenv("HF_ULYSSES_STARTUP_CHECK", "0")
-    assert not ParallelismConfig(sp_size=2).startup_check
+def test_trial(monkeypatch):
+    assert ParallelismConfig(sp_size=2).trial
+    assert not ParallelismConfig(sp_size=2, sp_handler=SequenceParallelConfig(trial=False)).trial
+    monkeypatch.setenv("HF_ULYSSES_TRIAL", "0")
+    assert not ParallelismConfig(sp_size=2).trial
 
 
 def test_pickles_as_accelerates_classes():

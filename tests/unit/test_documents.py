@@ -9,7 +9,7 @@ from transformers.masking_utils import create_causal_mask, create_chunked_causal
 from hf_ulysses.core import packed as documents
 from hf_ulysses.core import sequence as row
 from hf_ulysses.core.masks import for_full_row
-from hf_ulysses.core.entrance import shard_batch
+from hf_ulysses.core.cut import shard_batch
 
 from ..models import build_mask
 

@@ -9,7 +9,7 @@ from transformers.masking_utils import create_bidirectional_mask, create_causal_
 
 from hf_ulysses.core.masks import for_full_row
 from hf_ulysses.core.sequence import ROW_KEY, holding
-from hf_ulysses.core.entrance import shard_batch
+from hf_ulysses.core.cut import shard_batch
 
 from ..models import build_mask
 

@@ -1,0 +1,250 @@
+"""Whole rows -> shards: pad, positions, boundaries, slice. Pure functions of (arguments, rank, size).
+
+1. The row's length is that of `input_ids` (or `inputs_embeds`); it is padded on the right to a multiple of `size`.
+2. Every tensor of shape `(B, S, ...)` is cut into contiguous shards along S; masks of keys by queries stay whole; what
+   has no dimension of length S is passed on; anything else is an error by name. No list of keys decides what is cut.
+3. The full row's facts ride along as a `Row` (sequence.py).
+4. In a batch that is sharded explicitly labels are shifted on the whole row first, so that the target behind a cut is
+   scored by the shard in front of it.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from .sequence import ROW_KEY, Row
+
+IGNORE_INDEX = -100
+BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_PADDING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
+_OTHER_MODALITIES = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values", "images", "videos")
+
+
+def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None) -> tuple[dict, Row]:
+    """Cut whole rows and return the part of sequence rank `rank` of `size`, and what every rank knows of the row.
+
+    No communication. The same function cuts what enters a decoder (entrance.py) and a batch that is sharded explicitly.
+
+    Args:
+        arguments (`Mapping`): by name, what a model is given for whole rows. Not modified.
+        rank (`int`): this rank within the sequence-parallel group.
+        size (`int`): number of ranks of the group.
+        seq_length (`int`, *optional*): the only row length allowed (`sp_seq_length_is_variable=False`).
+
+    Returns:
+        `dict` with every per-token tensor as `(B, padded / size, ...)`, `position_ids` added, masks of keys by queries
+        whole and padded; and the `Row`.
+
+    Raises:
+        ValueError: a tensor as long as the row that cannot be cut, or a row of another length than `seq_length`.
+    """
+    tokens = _tokens(arguments)
+    batch_size, length = tokens.shape[:2]
+    if seq_length is not None and length != seq_length:
+        raise ValueError(
+            f"sp_seq_length={seq_length} with sp_seq_length_is_variable=False, but this row has {length} tokens. "
+            "Pad the rows to that length in the collator or set sp_seq_length_is_variable=True."
+        )
+    padding = -length % size
+    part_length = (length + padding) // size
+    mine = slice(rank * part_length, (rank + 1) * part_length)
+
+    full = {key: value for key, value in arguments.items() if key not in BOUNDARY_KEYS}
+    positions = full.pop("position_ids", None)
+    attention_mask = full.get("attention_mask")
+    attention_mask = attention_mask if torch.is_tensor(attention_mask) and attention_mask.dim() == 2 else None
+    if attention_mask is not None and attention_mask.shape[1] != length:
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)} for rows of {length} tokens: key/value caches and "
+            "prefixes are not supported with sequence parallelism."
+        )
+    given = positions is not None
+    if not given:
+        positions = torch.arange(length, device=tokens.device).expand(batch_size, length)
+    position_ids = _pad_positions(positions, padding)
+    if position_ids.shape[-2] != batch_size:
+        position_ids = position_ids.expand(*position_ids.shape[:-2], batch_size, -1)
+    row = Row(
+        length=length,
+        padded=length + padding,
+        position_ids=position_ids,
+        attention_mask=None if attention_mask is None else _pad(attention_mask, padding, 0),
+        boundaries=_boundaries(arguments, batch_size, length, padding),
+        checksum=checksum(tokens),
+        positions_given=given,
+    )
+
+    part = {"position_ids": position_ids[..., mine].contiguous()}
+    for key, value in full.items():
+        if torch.is_tensor(value) and value.dim() >= 2 and value.shape[:2] == (batch_size, length):
+            part[key] = cut_tensor(value, rank, size, _PADDING.get(key, 0))
+        elif key.endswith("mask") and _is_whole_mask(value, length):
+            part[key] = _pad_mask(value, length, padding)
+        elif torch.is_tensor(value) and length in value.shape and tuple(value.shape) != (batch_size,):
+            raise ValueError(
+                f"{key!r} of shape {tuple(value.shape)} has a dimension as long as the row ({length}) but is "
+                f"not of shape ({batch_size}, {length}, ...), so it cannot be cut over {size} sequence ranks. "
+                "Reshape it to (batch, sequence, ...), or drop it."
+            )
+        else:
+            part[key] = value
+    return part, row
+
+
+def cut_tensor(tensor, rank: int, size: int, padding_value=0):
+    """`(B, S, ...)` -> this rank's `(B, s, ...)`, padded to a multiple of `size`. Differentiable on this rank alone."""
+    padding = -tensor.shape[1] % size
+    length = (tensor.shape[1] + padding) // size
+    return _pad(tensor, padding, padding_value).narrow(1, rank * length, length).contiguous()
+
+
+def shard_batch(batch: Mapping, rank: int, size: int, seq_length: int | None = None) -> Mapping:
+    """Cut a batch of full rows, as a stock collator makes them, explicitly. No communication.
+
+    Returns:
+        `Mapping` of the batch's own type: what `cut` returns, `shift_labels` (when there are labels) and, when rows were
+        padded here, `attention_mask` added; plus the `Row` under `ROW_KEY`.
+
+    Raises:
+        ValueError: as `cut`; images, audio, inputs of a decoder beside an encoder, labels that are not one per token.
+    """
+    tokens = _tokens(batch)
+    _refuse(batch, tokens.shape[1])
+    full, labels = dict(batch), batch.get("labels")
+    if labels is not None and full.get("shift_labels") is None:
+        full["shift_labels"] = shifted(labels)
+    part, row = cut(full, rank, size, seq_length)
+    row.shift_labels = part.get("shift_labels")
+    if torch.is_tensor(labels):
+        row.checksum = checksum(labels, row.checksum)
+    if row.padding and row.attention_mask is None:
+        # Consumers that count tokens must not count our padding. The model does not see it (entrance.py).
+        mask = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+        part["attention_mask"] = cut_tensor(mask, rank, size)
+    part[ROW_KEY] = row
+    return part if type(batch) is dict else type(batch)(part)
+
+
+def shifted(labels):
+    """Next-token targets of whole rows: `shift_labels[i] = labels[i + 1]`, nothing to score at the end."""
+    return torch.nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
+
+
+def _is_whole_mask(value, length):
+    """A mask of keys by queries, or a dictionary of them by kind of layer, which the model built before its decoder."""
+    if isinstance(value, Mapping):
+        return all(item is None or _is_whole_mask(item, length) for item in value.values())
+    return torch.is_tensor(value) and value.dim() in (2, 4) and value.shape[-1] == length
+
+
+def _pad_mask(value, length, padding):
+    """Hide the padding behind the row, which attends to what it likes: nobody reads it."""
+    if isinstance(value, Mapping):
+        return {key: None if item is None else _pad_mask(item, length, padding) for key, item in value.items()}
+    if not padding:
+        return value
+    hidden = torch.finfo(value.dtype).min if value.is_floating_point() else 0
+    value = torch.nn.functional.pad(value, (0, padding), value=hidden)
+    if value.dim() == 4 and value.shape[-2] == length:
+        value = torch.cat([value, value[..., -1:, :].expand(*value.shape[:-2], padding, -1)], dim=-2)
+    return value
+
+
+def is_sharded(batch) -> bool:
+    """Whether `batch` is the result of `shard_batch`."""
+    return isinstance(batch, Mapping) and isinstance(batch.get(ROW_KEY), Row)
+
+
+def _tokens(batch):
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"Sequence parallelism shards batches that are mappings of tensors, not {type(batch).__name__}. "
+            "Return a dict from the collator."
+        )
+    for key in ("input_ids", "inputs_embeds"):
+        if torch.is_tensor(batch.get(key)) and batch[key].dim() >= 2:
+            return batch[key]
+    raise ValueError(
+        f"Sequence parallelism found neither `input_ids` nor `inputs_embeds` of shape (batch, sequence) in a batch with "
+        f"the keys {sorted(map(str, batch))}. Trainers that build their model inputs from other keys (preference, "
+        "reward, online RL) are not supported: train without sequence parallelism."
+    )
+
+
+def _refuse(batch, length):
+    for key, value in batch.items():
+        if value is None:
+            continue
+        if str(key).startswith(_OTHER_MODALITIES):
+            raise ValueError(
+                f"Batch entry {key!r} holds images or audio: their tokens cannot be cut along the sequence yet. "
+                "Train on text only, or without sequence parallelism."
+            )
+        if str(key).startswith("decoder_"):
+            raise ValueError(
+                f"Batch entry {key!r} belongs to an encoder-decoder model, which sequence parallelism does not support."
+            )
+    attention_mask = batch.get("attention_mask")
+    if torch.is_tensor(attention_mask) and attention_mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)}: sequence parallelism needs the 2-D padding mask "
+            "(batch, sequence); the model builds the rest from it. Use position_ids that restart for packed documents."
+        )
+    labels = batch.get("labels")
+    if torch.is_tensor(labels) and (labels.dim() < 2 or labels.shape[1] != length):
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} are not one per token of a row of {length} tokens. Losses that need "
+            "the whole row (sequence classification, reward models) are not supported with sequence parallelism."
+        )
+
+
+def _pad(tensor, padding, value, dim=1):
+    if not padding:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = padding
+    return torch.cat([tensor, tensor.new_full(shape, value)], dim=dim)
+
+
+def _pad_positions(position_ids, padding):
+    """Number the padding on; behind packed documents restart at zero: one dummy document, which no other one sees."""
+    if not padding:
+        return position_ids
+    count = torch.arange(padding, device=position_ids.device, dtype=position_ids.dtype)
+    tail = position_ids[..., -1:] + 1 + count
+    if position_ids.dim() == 2 and position_ids.shape[1] > 1:
+        packed = (position_ids.diff(dim=-1) != 1).any(dim=-1, keepdim=True)
+        tail = torch.where(packed, count, tail)
+    return torch.cat([position_ids, tail], dim=-1)
+
+
+def _boundaries(batch, batch_size, length, padding):
+    """The full row's `cu_seq_lens_*` and `max_length_*`, with the padding as one more document."""
+    given = {key: batch[key] for key in BOUNDARY_KEYS if batch.get(key) is not None}
+    if not padding or not given:
+        return given
+    if batch_size > 1:
+        raise ValueError(
+            f"cu_seq_lens with {batch_size} rows of {length} tokens: padding every row by {padding} would move their "
+            "boundaries. Flatten the batch into one row, or pad the rows to a multiple of sp_size in the collator."
+        )
+    for key, value in given.items():
+        if key.startswith("cu_seq_lens"):
+            given[key] = torch.cat([value, value.new_full((1,), length + padding)])
+        else:
+            given[key] = value.clamp(min=padding) if torch.is_tensor(value) else max(value, padding)
+    return given
+
+
+def checksum(tokens, before=0):
+    """Shape and content of token ids as one integer below 2 ** 24, `()` int64; integer arithmetic, equal on every device.
+
+    Of embeddings the shape alone: two devices need not compute them alike to the last bit.
+    """
+    content = torch.zeros((), dtype=torch.long, device=tokens.device)
+    if not tokens.is_floating_point():
+        flat = tokens.reshape(-1).long()
+        # Weights that do not repeat within 65521 tokens: swapping two tokens changes the sum.
+        content = (flat * (torch.arange(flat.numel(), device=flat.device) % 65521 + 1)).sum()
+    # Its square, summed over the ranks of a group, is exact in float64 (peers.py).
+    return (content + 31 * tokens.shape[0] + 1009 * tokens.shape[1] + 7919 * before) % (1 << 24)

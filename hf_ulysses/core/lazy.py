@@ -1,0 +1,71 @@
+"""Model outputs whose shards become whole when somebody reads them, and not before.
+
+`whole_when_read(output, names, gather)` makes an output an instance of a subclass of its own class: reading a field in
+`names`, as an attribute, by key, by place or through `items()`, gathers it then, once. Gathering is collective; all ranks
+of a group run the same code outside of the model, so all of them read or none.
+"""
+
+import functools
+from collections import OrderedDict
+
+
+def whole_when_read(output, names, gather, only_when_named=lambda: False):
+    """Returns `output`, a `ModelOutput`, changed in place.
+
+    Args:
+        names (`list[str]`): its fields that hold shards.
+        gather (`Callable`): a field's value -> the same of whole rows.
+        only_when_named (`Callable`): whether fields that nobody has asked for by name are left out of `items()`, places
+            and the like, as in an evaluation that only wants the loss.
+    """
+    vars(output)["_shards"] = dict.fromkeys(names)
+    vars(output)["_gather"], vars(output)["_only_when_named"] = gather, only_when_named
+    output.__class__ = _lazy(type(output))
+    return output
+
+
+@functools.cache
+def _lazy(cls):
+    def resolve(self, name):
+        if name in self.__dict__.get("_shards", ()):
+            del self.__dict__["_shards"][name]
+            self[name] = self.__dict__["_gather"](OrderedDict.__getitem__(self, name))
+
+    def fields(self):
+        if self.__dict__["_only_when_named"]():
+            return [key for key in cls.keys(self) if key not in self.__dict__["_shards"]]
+        for name in list(self.__dict__["_shards"]):
+            resolve(self, name)
+        return list(cls.keys(self))
+
+    class WholeWhenRead(cls):
+        def __getattribute__(self, name):
+            if not name.startswith("_"):
+                resolve(self, name)
+            return super().__getattribute__(name)
+
+        def __getitem__(self, key):
+            if not isinstance(key, str):
+                return self.to_tuple()[key]
+            resolve(self, key)
+            return OrderedDict.__getitem__(self, key)
+
+        def get(self, key, default=None):
+            return self[key] if key in self else default
+
+        def items(self):
+            return [(key, OrderedDict.__getitem__(self, key)) for key in fields(self)]
+
+        def values(self):
+            return [OrderedDict.__getitem__(self, key) for key in fields(self)]
+
+        def to_tuple(self):
+            return tuple(OrderedDict.__getitem__(self, key) for key in fields(self))
+
+        def __reduce__(self):
+            fields(self)
+            self.__class__ = cls
+            return cls.__reduce__(self)
+
+    WholeWhenRead.__name__, WholeWhenRead.__qualname__ = cls.__name__, cls.__qualname__
+    return WholeWhenRead
