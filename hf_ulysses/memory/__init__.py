@@ -49,7 +49,7 @@ def switch_on(model, settings: Settings, attachment=None) -> list:
     if settings.head_chunks != 1 and attachment is not None:
         handles += heads.chunk_heads(model, attachment, settings.head_chunks)
     if settings.tiled_loss:
-        handles += loss.tile_loss(model, settings.tiled_loss)
+        handles += loss.tile_loss(model, settings.tiled_loss, attachment)
     if handles and torch.cuda.is_available() and not _expandable():
         logger.warning(
             "The CUDA allocator's expandable_segments are off; long rows fragment its memory. Set "

@@ -21,6 +21,7 @@ import functools
 import inspect
 import logging
 import math
+import weakref
 from collections import OrderedDict
 from contextlib import contextmanager
 
@@ -29,9 +30,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ..core.labels import IGNORE_INDEX
+from ..core.cut import IGNORE_INDEX
+from ..core.entrance import decoder_of, whole
 from ..core.pieces import again_in_backward
-from .per_position import decoder_of
 from .tiles import cut
 
 logger = logging.getLogger(__name__)
@@ -42,11 +43,12 @@ _OF_PART = ("logits_to_keep", "fused_lm_head")
 _TOLERANCE, _TOLERANCE_HALF = 1e-3, 3e-2
 
 
-def tile_loss(model, tiles) -> list:
+def tile_loss(model, tiles, attachment=None) -> list:
     """Compute the loss of `model`'s head in tiles. Returns a handle. Under ZeRO-3 one small all-reduce per forward.
 
     Args:
         tiles (`int`, `True` or `"auto"`): see `Settings.tiled_loss`.
+        attachment (`Attachment`, *optional*): the model's; its head then scores shards, and logits are whole when read.
 
     Raises:
         ValueError: no head that takes labels and calls a loss function, or in its first forward one whose tiles do not
@@ -60,7 +62,7 @@ def tile_loss(model, tiles) -> list:
             f"tiled_loss found no language model head in {type(model).__name__}: a module with output embeddings that takes "
             "labels and has a loss function. Set tiled_loss=False."
         )
-    return [_TiledHead(head, tiles, model)]
+    return [_TiledHead(head, tiles, model, attachment)]
 
 
 def _is_head(module):
@@ -83,8 +85,10 @@ def _child(head):
 class _TiledHead:
     """In the place of a head's `forward`. An object, so that a deepcopy of the head gets one of its own."""
 
-    def __init__(self, head, tiles, root):
+    def __init__(self, head, tiles, root, attachment):
         self.head, self.tiles, self.root = head, tiles, root
+        # A copy is not attached.
+        self._attachment = (lambda: None) if attachment is None else weakref.ref(attachment)
         # Inside of a forward of `root`: the function that computes the logits of its output, once there is one.
         self.running, self.compute = False, None
         self.handles = [root.register_forward_pre_hook(self._enter)]
@@ -102,7 +106,18 @@ class _TiledHead:
     def _leave(self, root, args, output):
         self.running, compute, self.compute = False, self.compute, None
         self.handles.pop().remove()
-        return output if compute is None or not isinstance(output, OrderedDict) else _later(output, compute)
+        return output if compute is None or not isinstance(output, OrderedDict) else _later(output, compute, self._loss_only)
+
+    def _whole_row(self, logits):
+        attachment = self._attachment()
+        forward = None if attachment is None else attachment.forward
+        # Who gave shards gets shards.
+        if forward is None or forward.row is None or forward.given is not None:
+            return logits
+        return lambda: whole(logits(), forward.row, attachment)
+
+    def _loss_only(self):
+        return getattr(self._attachment(), "loss_only", False)
 
     def remove(self):
         for handle in self.handles:
@@ -136,8 +151,8 @@ class _TiledHead:
         if row.total is not None and row.read:
             output.logits = None
             OrderedDict.pop(output, "logits", None)
-            self.compute = row.logits
-            return output if self.running else _later(output, self.compute)
+            self.compute = self._whole_row(row.logits)
+            return output if self.running else _later(output, self.compute, self._loss_only)
         return output
 
     def can(self, row, hidden) -> bool:
@@ -385,10 +400,10 @@ def _most(tokens, device):
     return most.item()
 
 
-def _later(output, compute):
-    """`output`, whose logits are computed when they are read: as attribute, by key, by place or among all items."""
+def _later(output, compute, loss_only):
+    """`output`, whose logits are computed when they are read: by name, and if not `loss_only()` by place or among all."""
     object.__setattr__(output, "__class__", _later_class(type(output)))
-    vars(output)["_compute_logits"] = compute
+    vars(output)["_compute_logits"], vars(output)["_loss_only"] = compute, loss_only
     return output
 
 
@@ -404,12 +419,12 @@ def _later_class(cls):
 
     class Later(cls):
         def __getattribute__(self, name):
-            if name in ("logits", "to_tuple", "items"):
+            if name == "logits" or name in ("to_tuple", "items") and not vars(self)["_loss_only"]():
                 read(self)
             return super().__getattribute__(name)
 
         def __getitem__(self, key):
-            if key == "logits" or not isinstance(key, str):
+            if key == "logits":
                 read(self)
             return super().__getitem__(key)
 

@@ -17,8 +17,8 @@ import weakref
 
 import torch
 
+from ..core.entrance import decoder_of
 from ..core.hooks import around
-from .per_position import decoder_of
 
 _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 # Smaller tensors are not worth a copy.

@@ -17,6 +17,7 @@ import logging
 import torch
 from torch import nn
 
+from ..core.entrance import decoder_of
 from .tiles import in_tiles
 
 logger = logging.getLogger(__name__)
@@ -33,12 +34,6 @@ def tile_mlps(model, tiles: int) -> list:
 def tile_norms(model, tiles: int) -> list:
     """Run every norm that is made of single operations in `tiles` tiles. Returns handles; none where norms are fused."""
     return _tile(model, tiles, "tiled_norms", "norm", _is_norm)
-
-
-def decoder_of(model):
-    """The text model whose layers are meant; `model` where it does not say."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return model if decoder is None else decoder
 
 
 def _tile(model, tiles, switch, kind, fits):
