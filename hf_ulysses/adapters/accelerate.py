@@ -16,6 +16,7 @@ import numpy
 import torch
 
 from ..core.attachment import Attachment, attach, attachment_of
+from ..memory import switch_on
 from .config import StateView, requested, upstream_backends
 from ..core.cut import shard_batch
 
@@ -52,6 +53,11 @@ def attach_model(accelerator, model) -> Attachment:
     attachment = attach(
         model, sp_group(accelerator), seq_length=view.seq_length, trial=view.trial, under_engine=True
     )
+    try:
+        attachment.undo(switch_on(model, view.memory_settings, attachment))
+    except ValueError:
+        attachment.detach()
+        raise
     _say_once(accelerator, model)
     return attachment
 
@@ -66,7 +72,7 @@ def _say_once(accelerator, model):
     print(
         f"hf_ulysses: sequence parallelism on | dp_replicate {view.dp_replicate_size} x dp_shard {view.dp_shard_size} x "
         f"sp {view.sp_size} = {accelerator.num_processes} ranks | {engine_name(accelerator)} | attention {attention} | "
-        f"rows padded to a multiple of {view.sp_size}{also}",
+        f"rows padded to a multiple of {view.sp_size}{also}{view.memory_settings}",
         file=sys.stderr,
         flush=True,
     )

@@ -187,6 +187,10 @@ class Attachment:
         """
         return gather_sequence(tensor, self.group, dim, None if like is None else like[ROW_KEY].length)
 
+    def undo(self, handles):
+        """Have `detach` remove `handles`, too."""
+        self._handles += handles
+
     def detach(self):
         """Undo `attach`: remove hooks, restore names. Idempotent."""
         for handle in self._handles:

@@ -1,6 +1,6 @@
 """What the switches are set to: plain values, the same on every rank."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 # Where only "on" was said. An MLP's three intermediate tensors are 10 hidden states wide together, a norm's float32
 # copies 4 to 6: cut by 8, neither is the peak of its layer any more, and each tile still fills a GPU.
@@ -58,3 +58,9 @@ class Settings:
             )
         tiles = {name: TILES for name in ("tiled_mlp", "tiled_norms") if getattr(settings, name) is True}
         return replace(settings, memory=None, **tiles)
+
+    def __str__(self):
+        """For the line at the start: what is on, empty if nothing is."""
+        settings = self.resolved()
+        on = [f"{f.name}={getattr(settings, f.name)}" for f in fields(self) if getattr(settings, f.name) != f.default]
+        return f" | {' '.join(on)}" if on else ""
