@@ -16,10 +16,10 @@ from .sequence import current_row, holding
 
 _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 # Whoever has one of these above it on the stack is run again in backward, after the model's forward is over.
-_RUN_AGAIN = {
-    inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__,
-    inspect.unwrap(torch.autograd.Function.apply.__func__).__code__,
-}
+_RUN_AGAIN = {inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__}
+# A builtin from torch 2.14 on: it has no frame, and reversible layers are not told apart there.
+if hasattr(torch.autograd.Function.apply, "__func__"):
+    _RUN_AGAIN.add(inspect.unwrap(torch.autograd.Function.apply.__func__).__code__)
 
 
 class _Carrying:

@@ -121,7 +121,8 @@ def _refuse_autograd_functions(operands):
     hidden = not torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
     if not hidden and not on_trial():
         return
-    frame, apply = sys._getframe(2), torch.autograd.Function.apply.__func__.__code__
+    # A builtin from torch 2.14 on, which has no frame.
+    frame, apply = sys._getframe(2), getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
     while frame is not None and frame.f_code is not torch.nn.Module._call_impl.__code__:
         if frame.f_code is apply:
             raise TypeError("an autograd function was given a tensor that is held in part")
