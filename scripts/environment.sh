@@ -84,10 +84,10 @@ _install_torch() {
         echo "Could not install $torch from TORCH_INDEX_URL=$TORCH_INDEX_URL." >&2
         return 1
     fi
-    if [ "$gpu" = cpu ] && _would_bring_cuda "$torch"; then
-        _torch_from --index-url "$cpu" && return
-        echo "$cpu cannot be reached: taking the CUDA build of $torch from the package index, about 5 GB on disk that a" >&2
-        echo "machine without a GPU does not need. TORCH_INDEX_URL=... names a mirror of the CPU builds." >&2
+    if [ "$gpu" = cpu ] && [ "$(_needs_cuda)" = yes ]; then
+        [ "$(_needs_cuda --index-url "$cpu")" = no ] && _torch_from --index-url "$cpu" && return
+        echo "No CPU build of $torch at $cpu (not reachable?): taking the CUDA build, about 5 GB on disk" >&2
+        echo "that a machine without a GPU does not need. TORCH_INDEX_URL=... names a mirror of the CPU builds." >&2
     fi
     _torch_from && return
     echo "Could not install $torch. Where the package index is not reachable, set TORCH_INDEX_URL to a mirror." >&2
@@ -110,11 +110,15 @@ _install_rest() {
         "${pip[@]}" --no-deps -e "$root"
 }
 
-_would_bring_cuda() {
-    "${pip[@]}" --dry-run --no-deps --ignore-installed --report - "$1" | "$venv/bin/python" -c '
+# yes, no, or nothing where pip finds none.
+_needs_cuda() {
+    "${pip[@]}" --retries 1 --timeout 15 "$@" --dry-run --no-deps --ignore-installed --report - "$torch" 2>/dev/null |
+        "$venv/bin/python" -c '
 import json, re, sys
-needs = json.load(sys.stdin)["install"][0]["metadata"].get("requires_dist", [])
-sys.exit(not any(re.match("(cuda|nvidia)-", need) for need in needs))' 2>/dev/null
+needs = json.loads(sys.stdin.read() or "null")
+if needs:
+    needs = needs["install"][0]["metadata"].get("requires_dist", [])
+    print("yes" if any(re.match("(cuda|nvidia)-", need) for need in needs) else "no")'
 }
 
 _check_torch() {
