@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Makes or reuses the pinned environment in .venv (with --floor: the oldest tested versions, in .venv-floor).
+# Makes or reuses the pinned environment in .venv (with --floor: the oldest tested versions, in .venv-floor; with --latest:
+# the newest, in .venv-latest).
 #
-#   bash scripts/environment.sh [--floor]      make it
-#   source scripts/environment.sh [--floor]    make it, then use it in this shell (as test.sh and quickstart.sh do)
+#   bash scripts/environment.sh [--floor | --latest]      make it
+#   source scripts/environment.sh [--floor | --latest]    make it, then use it in this shell (as test.sh and quickstart.sh do)
 #
 # 1. Look for Python >= 3.11 with venv and headers and for a C++ compiler (DeepSpeed compiles a small operator);
 #    if something is missing, say which `apt-get install` brings it and stop.
 # 2. Nothing to do when the stamp in the environment still matches the constraints, pyproject.toml and this file.
-# 3. torch first: the CUDA build when there is an NVIDIA GPU, else the CPU build. Then the rest, then this package.
+# 3. torch first: the CUDA build when there is an NVIDIA GPU, else the CPU build; where the CPU builds' index cannot be
+#    reached, what the package index has. Then the rest, then this package.
 #
 # PYTHON=python3.12 chooses the interpreter, TORCH_INDEX_URL=https://... another index for torch (older CUDA drivers).
 
@@ -17,7 +19,8 @@ _environment() {
     case "${1-}" in
         "") venv="$root/.venv" constraints="$root/constraints/test.txt" ;;
         --floor) venv="$root/.venv-floor" constraints="$root/constraints/floor.txt" ;;
-        *) echo "environment.sh: unknown argument $1 (only --floor)" >&2; return 2 ;;
+        --latest) venv="$root/.venv-latest" constraints="$root/constraints/latest.txt" ;;
+        *) echo "environment.sh: unknown argument $1 (--floor or --latest)" >&2; return 2 ;;
     esac
     nvidia-smi -L 2>/dev/null | grep -q GPU && gpu=cuda
 
@@ -32,7 +35,7 @@ _environment() {
         "${pip[@]}" --upgrade "pip>=24" || return 1
         _install_torch || return 1
         echo "Installing accelerate, transformers, trl, deepspeed ..."
-        "${pip[@]}" -c "$constraints" -e "$root[deepspeed,trl,test]" || return 1
+        _install_rest || return 1
         _check_torch || return 1
         echo "$stamp" >"$venv/.stamp"
     fi
@@ -74,25 +77,48 @@ _check_tools() {
 # The default index serves the CUDA build for x86-64 Linux. pip can resolve without downloading (--dry-run --report), so
 # we see what the configured index would bring before taking it. torch's own dependencies come with the next step.
 _install_torch() {
-    local torch index=()
+    local torch cpu=https://download.pytorch.org/whl/cpu
     torch="$(grep '^torch==' "$constraints")"
     if [ -n "${TORCH_INDEX_URL-}" ]; then
-        index=(--index-url "$TORCH_INDEX_URL")
-    elif [ "$gpu" = cpu ] && _would_bring_cuda "$torch"; then
-        index=(--index-url https://download.pytorch.org/whl/cpu)
+        _torch_from --index-url "$TORCH_INDEX_URL" && return
+        echo "Could not install $torch from TORCH_INDEX_URL=$TORCH_INDEX_URL." >&2
+        return 1
     fi
-    echo "Installing $torch for $gpu${index[1]+ from ${index[1]}} ..."
-    "${pip[@]}" --no-deps --retries 1 --timeout 15 "${index[@]}" "$torch" && return
-    echo "Could not install $torch. Where ${index[1]-the package index} is not reachable, set TORCH_INDEX_URL to a mirror" >&2
-    echo "(https://pypi.org/simple has it too, but with CUDA: 3 GB that a machine without a GPU does not need)." >&2
+    if [ "$gpu" = cpu ] && [ "$(_needs_cuda)" = yes ]; then
+        [ "$(_needs_cuda --index-url "$cpu")" = no ] && _torch_from --index-url "$cpu" && return
+        echo "No CPU build of $torch at $cpu (not reachable?): taking the CUDA build, about 5 GB on disk" >&2
+        echo "that a machine without a GPU does not need. TORCH_INDEX_URL=... names a mirror of the CPU builds." >&2
+    fi
+    _torch_from && return
+    echo "Could not install $torch. Where the package index is not reachable, set TORCH_INDEX_URL to a mirror." >&2
     return 1
 }
 
-_would_bring_cuda() {
-    "${pip[@]}" --dry-run --no-deps --ignore-installed --report - "$1" | "$venv/bin/python" -c '
+_torch_from() {
+    echo "Installing $torch for $gpu${2+ from $2} ..."
+    "${pip[@]}" --no-deps --retries 1 --timeout 15 "$@" "$torch"
+}
+
+# The newest versions are installed as listed: pip would refuse a release whose requirement the index does not serve yet.
+_install_rest() {
+    if [ "${constraints##*/}" != latest.txt ]; then
+        "${pip[@]}" -c "$constraints" -e "$root[deepspeed,trl,test]"
+        return
+    fi
+    "${pip[@]}" -c "$constraints" "$(grep '^torch==' "$constraints")" &&
+        "${pip[@]}" --no-deps -r <(grep -v '^torch==' "$constraints") &&
+        "${pip[@]}" --no-deps -e "$root"
+}
+
+# yes, no, or nothing where pip finds none.
+_needs_cuda() {
+    "${pip[@]}" --retries 1 --timeout 15 "$@" --dry-run --no-deps --ignore-installed --report - "$torch" 2>/dev/null |
+        "$venv/bin/python" -c '
 import json, re, sys
-needs = json.load(sys.stdin)["install"][0]["metadata"].get("requires_dist", [])
-sys.exit(not any(re.match("(cuda|nvidia)-", need) for need in needs))' 2>/dev/null
+needs = json.loads(sys.stdin.read() or "null")
+if needs:
+    needs = needs["install"][0]["metadata"].get("requires_dist", [])
+    print("yes" if any(re.match("(cuda|nvidia)-", need) for need in needs) else "no")'
 }
 
 _check_torch() {

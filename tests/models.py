@@ -101,6 +101,9 @@ def build_mask(build, config, inputs_embeds, attention_mask, position_ids, cache
     given = dict(inputs_embeds=inputs_embeds, input_embeds=inputs_embeds, position_ids=position_ids)
     given.update(cache=cache, past_key_values=cache, cache_position=places)
     given = {name: value for name, value in given.items() if name in names}
+    if "cache" in given:
+        # transformers 5.25 shows the old name in its signature, and warns who uses both.
+        given.pop("past_key_values", None)
     return build(config=config, attention_mask=attention_mask, **given, **more)
 
 

@@ -126,7 +126,7 @@ CASES = [
 ]
 
 
-@pytest.mark.floor
+@pytest.mark.versions
 @pytest.mark.parametrize("engine,dp,how", CASES)
 def test_documented_loop(ranks, engine, dp, how):
     expected = ranks(dp).run(documented_loop, engine="plain" if dp == 1 else "zero2", dp=dp)

@@ -36,7 +36,7 @@ def enable_and_disable():
     assert all(value is before[target] for target, value in snapshot().items())
 
 
-@pytest.mark.floor
+@pytest.mark.versions
 def test_disable_restores_everything_by_identity(ranks):
     ranks(1).run(enable_and_disable)
 
@@ -73,22 +73,6 @@ def enable_after_accelerator():
 
 def test_enable_after_an_accelerator_is_an_error(ranks):
     ranks(1).run(enable_after_accelerator)
-
-
-def old_version(monkeypatch=None):
-    from hf_ulysses import door
-
-    minimum = dict(door._MINIMUM)
-    door._MINIMUM["accelerate"] = "99"
-    try:
-        with pytest.raises(ImportError, match="accelerate>=99, but"):
-            door.enable()
-    finally:
-        door._MINIMUM.update(minimum)
-
-
-def test_old_versions_are_refused_by_name(ranks):
-    ranks(1).run(old_version)
 
 
 # -- ablation -------------------------------------------------------------------------------------------------------------

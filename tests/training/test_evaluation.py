@@ -115,7 +115,7 @@ CASES = [
 ]
 
 
-@pytest.mark.floor
+@pytest.mark.versions
 @pytest.mark.parametrize("engine,dp,count", CASES)
 def test_evaluate_and_predict(ranks, engine, dp, count):
     settings = dict(dp=dp, count=count, first=engine == "fsdp2")
