@@ -7,6 +7,7 @@ of a group run the same code outside of the model, so all of them read or none.
 
 import functools
 from collections import OrderedDict
+from types import SimpleNamespace
 
 
 def whole_when_read(output, names, gather, only_when_named=lambda: False):
@@ -18,8 +19,8 @@ def whole_when_read(output, names, gather, only_when_named=lambda: False):
         only_when_named (`Callable`): whether fields that nobody has asked for by name are left out of `items()`, places
             and the like, as in an evaluation that only wants the loss.
     """
-    vars(output)["_shards"] = dict.fromkeys(names)
-    vars(output)["_gather"], vars(output)["_only_when_named"] = gather, only_when_named
+    # Beside the fields, which a `ModelOutput` keeps as a dictionary: not one of them.
+    vars(output)["ulysses"] = SimpleNamespace(shards=set(names), gather=gather, only_when_named=only_when_named)
     output.__class__ = _lazy(type(output))
     return output
 
@@ -27,14 +28,16 @@ def whole_when_read(output, names, gather, only_when_named=lambda: False):
 @functools.cache
 def _lazy(cls):
     def resolve(self, name):
-        if name in self.__dict__.get("_shards", ()):
-            del self.__dict__["_shards"][name]
-            self[name] = self.__dict__["_gather"](OrderedDict.__getitem__(self, name))
+        lazy = self.__dict__.get("ulysses")
+        if lazy is not None and name in lazy.shards:
+            lazy.shards.remove(name)
+            self[name] = lazy.gather(OrderedDict.__getitem__(self, name))
 
     def fields(self):
-        if self.__dict__["_only_when_named"]():
-            return [key for key in cls.keys(self) if key not in self.__dict__["_shards"]]
-        for name in list(self.__dict__["_shards"]):
+        lazy = self.__dict__["ulysses"]
+        if lazy.only_when_named():
+            return [key for key in cls.keys(self) if key not in lazy.shards]
+        for name in sorted(lazy.shards):
             resolve(self, name)
         return list(cls.keys(self))
 

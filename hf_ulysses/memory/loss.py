@@ -403,14 +403,14 @@ def _most(tokens, device):
 def _later(output, compute, loss_only):
     """`output`, whose logits are computed when they are read: by name, and if not `loss_only()` by place or among all."""
     object.__setattr__(output, "__class__", _later_class(type(output)))
-    vars(output)["_compute_logits"], vars(output)["_loss_only"] = compute, loss_only
+    vars(output)["compute_logits"], vars(output)["_loss_only"] = compute, loss_only
     return output
 
 
 @functools.lru_cache(maxsize=64)
 def _later_class(cls):
     def read(self):
-        compute = vars(self).pop("_compute_logits", None)
+        compute = vars(self).pop("compute_logits", None)
         if compute is not None:
             self.logits = compute()
             for field in dataclasses.fields(self):

@@ -37,17 +37,13 @@ def parameters(function):
 # one that the package no longer uses leaves the list.
 NAMES = {
     # torch
+    "_modules": lambda: "layers" in llama().model._modules,
     "_buffers": lambda: "inv_freq" in llama().model.rotary_emb._buffers,
     "_orig_mod": lambda: "_orig_mod" in dict(torch.compile(torch.nn.Linear(2, 2)).named_children()),
-    "_parse_to": lambda: torch._C._nn._parse_to("cpu")[0] == torch.device("cpu"),
-    "_nn": lambda: hasattr(torch._C, "_nn"),
     "_pytree": lambda: torch.utils._pytree.tree_map_only(int, str, [(1, 2.0)]) == [("1", 2.0)],
-    "_call_impl": lambda: hasattr(torch.nn.Module, "_call_impl"),
     # transformers
     "_attn_implementation": lambda: llama().config._attn_implementation == "sdpa",
     "_gradient_checkpointing_func": lambda: callable(vars(checkpointed_layer())["_gradient_checkpointing_func"]),
-    "_prepare_input": lambda: parameters(Trainer._prepare_input) == ["self", "data"],
-    "_prepare_inputs": lambda: parameters(Trainer._prepare_inputs) == ["self", "inputs"],
     "_get_num_items_in_batch": lambda: parameters(Trainer._get_num_items_in_batch) == ["self", "batch_samples", "device"],
     "_load_rng_state": lambda: parameters(Trainer._load_rng_state) == ["self", "checkpoint"],
     # Since transformers 5.2; the package does without it before.
@@ -59,7 +55,6 @@ NAMES = {
     "_get_sequence_parallel_": lambda: all(callable(getattr(groups(), "_get_sequence_parallel_" + of)) for of in GETTERS),
     # Python
     "_fields": lambda: collections.namedtuple("Pair", "a b")._fields == ("a", "b"),
-    "_getframe": lambda: sys._getframe().f_code is not None,
     "_reconstructor": lambda: callable(copyreg._reconstructor),
 }
 GETTERS = ("group", "rank", "world_size")
