@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..core import labels
-from .mixers import Mixers
+from . import scans
 from ..core.sequence import ROW_KEY
 from .trace import Trace
 from .whole import Whole
@@ -62,11 +62,10 @@ class _Discovery:
         self.whole = Whole(attachment)
         # Under an engine every data-parallel replica takes part, so that all run the model equally often.
         self.everyone = None if attachment.under_engine else attachment.group
-        self.mixers = Mixers(attachment)
         self.found, self.dims = set(), {}
         # Kind of module -> the ways that are left to it, the handles of the one it goes, and what that could not split.
         self.ways, self.hooks, self.undone = {}, {}, {}
-        self.handles, self.may_spread, self.has_spread, self.changes = [], True, False, 0
+        self.handles, self.may_spread, self.has_spread, self.changes = [], False, False, 0
         # An odd number of tokens per shard, so that blocks of positions lie across its edges.
         length = _short_length(getattr(model, "config", None), attachment.size)
         self.tokens = tokens[:1].repeat(1, -(-length // tokens.shape[1]))[:, :length].contiguous()
@@ -75,6 +74,9 @@ class _Discovery:
         state = [_state(module) for module in self.names]
         exchanges = self.attachment.exchanges
         self.model.eval()
+        self.scans = scans.attach(list(self.names), self.attachment)
+        for layer in _layers(self.model) if self.scans else ():
+            self.scans += self.whole.hold_row(layer)
         try:
             # Eagerly: torch.compile would specialize on short rows, and on the hooks that watch them.
             with torch.no_grad(), torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
@@ -84,7 +86,7 @@ class _Discovery:
                     self._make_all_exact()
                 self._find_head()
         except BaseException:
-            for handle in [*self.handles, *self._hooks_of_kinds()]:
+            for handle in [*self.scans, *self.handles, *self._hooks_of_kinds()]:
                 handle.remove()
             self.attachment.split, self.attachment.gathered = [], []
             raise
@@ -93,7 +95,7 @@ class _Discovery:
                 _restore(module, *saved)
             self.attachment.exchanges = exchanges
         self._report()
-        return self.handles + self._hooks_of_kinds()
+        return self.scans + self.handles + self._hooks_of_kinds()
 
     def _report(self):
         if dist.get_rank() != 0:
@@ -258,7 +260,7 @@ class _Discovery:
         """Let all modules of a kind go the next way that they can."""
         self.changes += 1
         alike = self._drop(kind)
-        ways = [self._exchange_around_functions, *([self._spread] if self.may_spread else []), self._gather]
+        ways = [*([self._spread] if self.may_spread else []), self._gather]
         ways = self.ways.setdefault(kind, ways)
         hooks = None
         while hooks is None:
@@ -284,15 +286,6 @@ class _Discovery:
             self._drop(kind)
         self.ways.clear()
         self.dims.clear()
-
-    def _exchange_around_functions(self, kind, alike, batch):
-        plans = self.mixers.study(alike, lambda: self.entry(**batch), batch["input_ids"].shape[1])
-        mine = {self.names[module]: repr(plan) for module, plan in plans.items()}
-        others = self._from_all(mine)
-        if len(plans) < len(alike) or any(other != mine for other in others):
-            return None
-        self.attachment.split += [self.names[module] for module in alike]
-        return [handle for module in alike for handle in self.mixers.exchange(module, plans[module])]
 
     def _spread(self, kind, alike, batch):
         if any(getattr(inner, "gradient_checkpointing", False) for module in alike for inner in module.modules()):
