@@ -75,6 +75,8 @@ class _Discovery:
         exchanges = self.attachment.exchanges
         self.model.eval()
         self.scans = scans.attach(list(self.names), self.attachment)
+        fitting = [m for m in self.names if any(spec.fits(m) for spec in scans.inline.INLINE)]
+        self.between_exchanges = {self.names[child] for module in fitting for child in module.children()}
         for layer in _layers(self.model) if self.scans else ():
             self.scans += self.whole.hold_row(layer)
         try:

@@ -23,6 +23,7 @@ from ..core.all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_sca
 from ..core.gather import gather_sequence
 from ..core.heads import share_heads
 from ..core.sequence import ROW_KEY, current_row, holding
+from . import inline
 from .specs import spec_of
 
 # What `shard` adds, and models hand on to whoever takes keyword arguments.
@@ -50,6 +51,9 @@ def attach(modules, attachment) -> list:
     for module in modules:
         if (before_after := _shifting(module)) is not None:
             handles += _around(module, *before_after)
+        for spec in inline.INLINE:
+            if spec.fits(module):
+                handles += inline.attach(module, spec, _sharded_call)
     if modules:
         for handle in handles:
             # Names in modelling files are given back when a model is dropped.

@@ -86,7 +86,7 @@ class Trace:
     def _compare(self, what, prints, name, call, author):
         self.order += 1
         self.records[name, call, what] = prints
-        if self.reference is None or self.author is not None:
+        if self.reference is None or self.author is not None or name in self.discovery.between_exchanges:
             return
         expected = self.reference.records.get((name, call, what))
         if expected is None:
