@@ -99,7 +99,7 @@ def _reference(model, batch):
 
 def _compare(model, sp, batch, reference):
     model.zero_grad()
-    before, scans_before = sp.exchanges, getattr(sp, "scans", 0)
+    before, scans_before = sp.exchanges, sp.scans
     try:
         part = sp.shard(batch)
         loss = sp.reduce_loss(_loss(model, part), part["shift_labels"])
@@ -114,7 +114,7 @@ def _compare(model, sp, batch, reference):
         "gradient": gradient,
         "worst": worst,
         "exchanges": sp.exchanges - before,
-        "scans": getattr(sp, "scans", 0) - scans_before,
+        "scans": sp.scans - scans_before,
         "gathered": sorted(sp.gathered),
         "split": sorted(sp.split),
     }

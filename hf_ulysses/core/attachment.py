@@ -66,6 +66,8 @@ class Attachment:
         self.seq_length, self.under_engine = seq_length, under_engine
         self.exchanges = self.direct_calls = self.calls_on_whole_row = 0
         self.gathered, self.split = [], []
+        # Calls of functions that mix positions and were split over ranks (mixing/scans.py).
+        self.scans = 0
         self._parameters = inspect.signature(type(model).forward).parameters
         self._discovered, self.discovering = self.size == 1, False
         # Whether the model's head scores labels as they are (labels.py), known after the first `shard`.

@@ -48,7 +48,7 @@ def attach(module, spec, sharded_call) -> list:
         running.append(call)
         if call is None:
             return None
-        call.attachment.scans = getattr(call.attachment, "scans", 0) + 1
+        call.attachment.scans += 1
         call.hidden_states = args[0] if args else kwargs["hidden_states"]
         call.stand_in = _as_long(call)
         shares = share_heads(num_heads, num_heads, call.attachment.size)

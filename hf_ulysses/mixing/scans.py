@@ -168,7 +168,7 @@ class _Call:
         if self.row.boundaries and "cu_seqlens" in given:
             given["cu_seqlens"] = self.row.boundaries["cu_seq_lens_q"]
         places = self._places(function, spec, given)
-        self.attachment.scans = getattr(self.attachment, "scans", 0) + 1
+        self.attachment.scans += 1
 
         def call(changed):
             changed = {**given, **changed}
@@ -342,7 +342,7 @@ def _around(module, dim, width):
         call = _sharded_call()
         if call is None:
             return None
-        call.attachment.scans = getattr(call.attachment, "scans", 0) + 1
+        call.attachment.scans += 1
         return output.narrow(dim, width, output.shape[dim] - width)
 
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
