@@ -1,6 +1,7 @@
 """Every spec against the function on one process: outputs and all gradients, in float64, over even and uneven heads."""
 
 import importlib
+import math
 import types
 
 import pytest
@@ -20,7 +21,7 @@ B, LENGTH, H, G = 2, 23, 6, 2
 TOLERANCE = 1e-12
 BSHD, BSGD, BSH, BDS = (B, LENGTH, H, 4), (B, LENGTH, G, 4), (B, LENGTH, H), (B, 2 * H, LENGTH)
 
-# The module that has it, the function, shapes of its arguments, the heads a rank must see in the first of them.
+# The module that has it, the function, shapes of its arguments.
 FUNCTIONS = {
     "conv": ("mamba2", "causal_conv1d_fn", dict(hidden_states=BDS, weight=(2 * H, 4), bias=(2 * H,))),
     "delta": ("qwen3_next", "torch_chunk_gated_delta_rule", dict(query=BSHD, key=BSHD, value=BSHD, g=BSH, beta=BSH)),
@@ -159,7 +160,7 @@ def in_shards(case, wrapped_module=False):
     for handle in handles:
         handle.remove()
     assert vars(module) == before
-    return seen[0], counted.counts
+    return seen[0], counted.counts, sum(counted.sent)
 
 
 def assert_close(found, expected, what):
@@ -179,7 +180,7 @@ def kernel_module(function, name):
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("case", FUNCTIONS)
 def test_exact(ranks, case, size, wrapped):
-    for rank, (shapes, counts) in enumerate(ranks(size).run(in_shards, case, wrapped)):
+    for rank, (shapes, counts, sent) in enumerate(ranks(size).run(in_shards, case, wrapped)):
         name = next(n for n in ("value", "hidden_states") if n in shapes)
         full = FUNCTIONS[case][2][name]
         if case == "conv":
@@ -192,6 +193,11 @@ def test_exact(ranks, case, size, wrapped):
         expected = share_heads(full[heads], kv_heads, size)[rank].num_query
         assert shapes[name] == tuple(expected if dim == heads else n for dim, n in enumerate(full)), shapes
         assert counts["alltoall_base_"] == (6 if case == "mamba" else 4)
+        if kv_heads == full[heads] and full[heads] % size == 0 and case != "mamba":
+            # What has a sequence goes there and its gradient back; all but what stays on the rank.
+            numbers = sum(math.prod(shape) for shape in (*FUNCTIONS[case][2].values(), full) if LENGTH in shape)
+            part = numbers // LENGTH * -(-LENGTH // size)
+            assert sent == 2 * 8 * part * (size - 1) // size
 
 
 # -- what is refused, declined, and done on the whole row -------------------------------------------------------------
