@@ -1,7 +1,7 @@
 """The table: every upstream symbol that hf_ulysses replaces while it is enabled. Wrappers only, no copied bodies.
 
 Besides these, an attached model has hooks and its modelling files' names for masks, attention and
-the experts' balance (attachment.py), the functions of its mixers (seams.py) and of its checkpointing (recomputation.py),
+the experts' balance (attachment.py), the functions of its mixers (scans.py) and of its checkpointing (recomputation.py),
 and a trainer has its `compute_loss` and `prediction_step` shadowed on the instance for the duration of one call.
 """
 

@@ -5,7 +5,7 @@
    an output that differs where the inputs agree is the module's own doing; an input that differs is the doing of the
    module that is calling; so is an error, of the innermost module that was running.
 3. The author, and all modules of its kind, from now on go the first of these ways that makes the next round agree: exchange
-   around the functions in which they mix (mixers.py); compute with tensors of the whole row that are held in part
+   around the functions in which they mix (scans.py; before the first round); compute with tensors of the whole row that are held in part
    (spread/); get the whole row on every rank (whole.py). 2. is repeated until nothing differs. A model whose own code,
    around its layers, is the author runs that code on the whole row.
 

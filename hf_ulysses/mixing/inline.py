@@ -58,7 +58,8 @@ def attach(module, spec, sharded_call) -> list:
         setattr(module, spec.count, mine.num_query)
         for name, dim in spec.buffers.items():
             setattr(module, name, call.saved[name].narrow(dim, mine.query.start, mine.num_query))
-        if torch.is_tensor(kwargs.get("attention_mask")):
+        if "attention_mask" in kwargs:
+            # The row's, which all ranks know: one whose shard has no padding may have been given none.
             mask = call.row.attention_mask
             kwargs = {**kwargs, "attention_mask": None if mask is None else mask[:, : call.length]}
         if args:

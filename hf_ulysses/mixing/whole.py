@@ -2,7 +2,7 @@
 
 Attention goes through the exchange. What mixes or counts positions elsewhere (linear attention, recurrences,
 convolutions, indexers, attention that calls no interface, embeddings that count) is found by discovery.py; what does not
-exchange around its functions (mixers.py) runs here:
+exchange around its functions (scans.py) runs here:
 
     run_whole    a module inside a layer     inputs gathered along the sequence -> the module -> own shard kept;
                                              or handed on as tensors of the whole row, held in part (spread/)

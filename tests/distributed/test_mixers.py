@@ -146,7 +146,7 @@ def test_fewer_heads_than_ranks_scan_the_row(ranks):
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", [*MODELS, "minimax", "bamba", "rwkv", "xlstm"])
 def test_gradient_checkpointing(ranks, model_type, reentrant):
     compare(ranks, 2, model_type, rows("uneven"), reentrant)
 
