@@ -99,7 +99,7 @@ def _reference(model, batch):
 
 def _compare(model, sp, batch, reference):
     model.zero_grad()
-    before = sp.exchanges
+    before, scans = sp.exchanges, sp.scans
     try:
         loss = _loss(model, batch)
         loss.backward()
@@ -114,7 +114,8 @@ def _compare(model, sp, batch, reference):
         "worst": worst,
         "exchanges": sp.exchanges - before,
         "gathered": sorted(sp.gathered),
-        "split": sorted(sp.split),
+        "scans": sp.scans - scans,
+        "split": ["scans"] if sp.scans > scans else [],
     }
 
 

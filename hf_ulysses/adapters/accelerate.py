@@ -185,7 +185,7 @@ def _tried(accelerator, attachment, prepared):
     if hasattr(prepared, "_orig_mod"):
         # FSDP2 shards the compiled model, so that the model alone has no root.
         attachment.entry = weakref.ref(prepared)
-    attachment.discover(torch.arange(64, device=accelerator.device)[None])
+    attachment.locate(accelerator.device)
     for module in prepared.modules():
         if hasattr(module, "reshard"):
             module.reshard()  # FSDP2 keeps its root whole until backward, and checkpoints are loaded into shards.
@@ -214,7 +214,7 @@ class _ShardingCollate:
 def yield_shards(loader, attachment):
     """Make a prepared loader yield this rank's parts. Composes the collate function, so that whatever builds another
     loader from this one (`skip_first_batches`) shards too. Returns the loader."""
-    attachment.discover()
+    attachment.locate()
     base = getattr(loader, "base_dataloader", loader)
     if not isinstance(base.collate_fn, _ShardingCollate):
         base.collate_fn = _ShardingCollate(base.collate_fn, attachment.rank, attachment.size, attachment.seq_length)

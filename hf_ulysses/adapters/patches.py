@@ -1,7 +1,7 @@
 """The table: every upstream symbol that hf_ulysses replaces while it is enabled. Wrappers only, no copied bodies.
 
 Besides these, an attached model has hooks and its modelling files' names for masks, attention and the experts' balance
-(attachment.py), the functions of its mixers (seams.py) and of its checkpointing (recomputation.py); an accelerator has its
+(attachment.py), the functions that mix positions (scans.py) and of its checkpointing (recomputation.py); an accelerator has its
 `gather` shadowed on the instance while `gather_for_metrics` runs, a trainer its `compute_loss`.
 """
 

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from .heads import HeadShare
-from ..mixing.trial import meet
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,6 @@ def _to_heads(tensors, exchange):
         receive = buffer[s:] if rank == 0 else buffer[:-s]
         for view, heads, tensor in zip(mine.views(buffer[rank * s : (rank + 1) * s]), mine.heads, tensors):
             view.copy_(tensor[:, heads])
-    meet("an exchange", tuple(tensors[0].shape), len(tensors), tensors[0].dtype)
     send = _packed_by_heads(tensors, columns, send_sizes)
     dist.all_to_all_single(receive.view(-1), send, receive_sizes, send_sizes, group=exchange.group)
     return mine.views(buffer)
@@ -156,7 +154,6 @@ def _to_sequence(tensors, exchange):
     columns = [_Columns(share, tensors, exchange.queries) for share in exchange.shares]
     send_sizes, receive_sizes = [s * B * columns[rank].total] * P, [s * B * c.total for c in columns]
     send_sizes[rank] = receive_sizes[rank] = 0
-    meet("an exchange back", (B, S), len(tensors), tensors[0].dtype)
     send = _packed_by_rows(tensors, columns[rank], own)
     receive = send.new_empty(sum(receive_sizes))
     dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=exchange.group)

@@ -25,9 +25,10 @@ import torch.distributed as dist
 
 from ..adapters import support
 from ..adapters.patching import Names
-from ..mixing import discovery
+from ..mixing import locate, scans
 from . import balance, recomputation
 from .attention import exchanging
+from .control import own_group
 from .cut import shard_batch
 from .entrance import Entrance, Forward, decoder_of
 from .exits import Exit, head_of, open_exit, scores_shift_labels
@@ -53,32 +54,33 @@ class Attachment:
 
     Attributes:
         group (`torch.distributed.ProcessGroup`), size (`int`), rank (`int`): the sequence-parallel group.
-        exchanges (`int`): attention calls that went through the exchange since attaching.
-        direct_calls, calls_on_whole_row (`int`): those that did not, and those of them in modules that were given the whole
-            row.
-        gathered (`list[str]`): modules that run on the whole row (see whole.py), known after the first forward.
-        split (`list[str]`): modules that mix positions by themselves and exchange inside (see mixers.py).
+        exchanges, scans (`int`): calls of attention functions, and of functions that mix positions otherwise, that went
+            through the exchange since attaching.
+        gathered (`list[str]`): modules that run on the whole row (mixing/whole.py), known after the first forward.
+        attending (`bool`): whether an attention function runs just now, or has raised.
         splits_loss (`bool`): whether the head scores shards, or is given whole rows (exits.py).
         loss_only (`bool`): set while nobody wants more of an output than its loss; logits are then read by name only.
         under_engine (`bool`): whether all ranks train this model together, data-parallel ones too.
     """
 
     def __init__(self, model, group, seq_length=None, trial=True, under_engine=False):
-        self.group = group
+        # What travels for the model does not queue behind an engine's collectives.
+        self.group = own_group(group)
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.seq_length, self.under_engine = seq_length, under_engine
-        self.exchanges = self.direct_calls = self.calls_on_whole_row = 0
-        self.gathered, self.split = [], []
+        self.exchanges = self.scans = 0
+        self.gathered, self.attending = [], False
         self.loss_only = False
         self.forward = None
-        self.peers = Peers(group)
-        self._discovered = self.size == 1 or not trial
+        self.peers = Peers(self.group)
+        self._tried = self.size == 1 or not trial
         self._plain = self._engines = 0
         self._model = weakref.ref(model)
         # What a trial row goes through: the model, or what an engine made of it where only that can be run.
         self.entry = self._model
         self._held, self._handles = [], []
         decoder, head = decoder_of(model), head_of(model)
+        self._decoder = weakref.ref(decoder)
         self.splits_loss = head is not None and scores_shift_labels(head)
         self.entrance = Entrance(self, decoder)
         self._finalizer = weakref.finalize(model, _release_names, self._held)
@@ -96,6 +98,7 @@ class Attachment:
         for module in decoder.modules():
             if depends_on_positions(module):
                 self._handles += feed_full_row(module, self.rank, self.size)
+        self._handles += scans.attach(list(decoder.modules()), self)
         for source in _modelling_modules([model, *decoder.modules()]):
             for name, wrap in _replacements(source):
                 self._held.append(_names.hold(source, name, wrap))
@@ -120,30 +123,28 @@ class Attachment:
             part["use_cache"] = False
         if not self.peers.judged:
             self.compare_rows(part[ROW_KEY])
-        self.discover(batch.get("input_ids"))
+        self.locate()
         return part
 
-    def discover(self, tokens=None):
-        """Find out, once, which modules need the whole row (discovery.py); the first forward does it by itself. Collective.
+    def locate(self, device=None):
+        """Find out, once, which modules need the whole row (mixing/locate.py); the first forward does it by itself. Collective.
 
         Args:
-            tokens (`torch.Tensor`, *optional*): of shape `(B, S)`, what the trial row is made of; any tokens do.
+            device (`torch.device`, *optional*): where the short row is made; defaults to where the model is.
         """
-        if self._discovered:
+        if self._tried:
             return
-        self._discovered = True
+        self._tried = True
         model = self._model()
         if not hasattr(model, "get_input_embeddings"):
             return  # Not a language model: there is no telling what a row of it looks like.
-        if not torch.is_tensor(tokens):
-            tokens = torch.arange(64, device=next(model.parameters()).device)[None]
         # The short row has a length of its own, and is not the first batch to be judged.
         seq_length, peers = self.seq_length, self.peers
         self.seq_length, self.peers = None, Peers(self.group)
         try:
-            self._handles += discovery.discover(model, self, tokens)
+            self._handles += locate.locate(model, self, device or next(model.parameters()).device)
         except BaseException:
-            self._discovered = False
+            self._tried = False
             raise
         finally:
             self.seq_length, self.peers = seq_length, peers
@@ -168,6 +169,10 @@ class Attachment:
 
     def owns(self, module) -> bool:
         return attachment_of(module) is self
+
+    @property
+    def decoder(self):
+        return self._decoder()
 
     @property
     def takes_positions(self) -> bool:
@@ -227,9 +232,7 @@ class Attachment:
         self.entrance.reset()
         forget_rows()
         self.peers.judge_last()
-        if not self._discovered:
-            # Of a batch in shards each rank has other tokens.
-            self.discover(kwargs.get("input_ids") if kwargs.get(ROW_KEY) is None else None)
+        self.locate(next((value.device for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None))
         kwargs = dict(kwargs)
         self.forward = Forward(given=kwargs.pop(ROW_KEY, None))
         self.forward.tokens = [kwargs[name] for name in ("input_ids", "labels") if torch.is_tensor(kwargs.get(name))]

@@ -24,7 +24,7 @@ from . import packed as documents
 from .all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_heads
 from .heads import chunk_heads, share_heads
 from .pieces import again_in_backward, collected
-from .sequence import ROW_KEY, on_whole_row
+from .sequence import ROW_KEY
 
 
 class HeadView:
@@ -69,9 +69,6 @@ def _exchanging(core, attachment_of):
                 f"{type(module).__name__} got a sharded batch but belongs to a model that is not attached (a copy of an "
                 "attached one?): it would attend within the shard. Give it the full rows, or attach() it, too."
             )
-        if attachment is not None and row is None:
-            attachment.direct_calls += 1
-            attachment.calls_on_whole_row += on_whole_row()
         if attachment is None or row is None:
             return core(module, query, key, value, attention_mask, *args, **kwargs)
         return _attend(core, attachment, row, module, query, key, value, attention_mask, args, kwargs)
@@ -100,7 +97,11 @@ def _attend(core, attachment, row, module, query_BHsD, key_BGsD, value_BGsE, att
         full = _full_row_kwargs(kwargs, row, module, share, num_heads)
 
         def attend(query, key, value, mask, kwargs):
-            return core(view, query, key, value, mask, *args, **kwargs)[0]
+            # Left as it is by an error, which is the attention function's then (mixing/locate.py).
+            attachment.attending = True
+            out = core(view, query, key, value, mask, *args, **kwargs)[0]
+            attachment.attending = False
+            return out
 
         if isinstance(attention_mask, documents.DocumentMask):
             out_BShE = documents.attend(attend, query_BhSD, key_BgSD, value_BgSE, attention_mask, full)

@@ -3,8 +3,6 @@
 import torch
 import torch.distributed as dist
 
-from ..mixing.trial import meet
-
 # torch 2.13 renamed it, with a warning; older ones know the old name only.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -54,7 +52,6 @@ class _Gather(torch.autograd.Function):
         size = dist.get_world_size(group)
         ctx.group, ctx.dim, ctx.size = group, dim, size
         part = tensor.movedim(dim, 0).contiguous()
-        meet("a gather", part.shape, part.dtype)
         full = part.new_empty(size * part.shape[0], *part.shape[1:])
         if part.dtype == torch.bool:
             # Not every backend carries booleans.

@@ -224,6 +224,17 @@ def _seen(row):
     return row.padded if row.boundaries else row.length
 
 
+def layers_of(module):
+    """The layers that `module` runs one after the other: members of its outermost module lists."""
+    found = []
+    for child in module.children():
+        if isinstance(child, torch.nn.ModuleList):
+            found += list(child)
+        elif not isinstance(child, (torch.nn.Sequential, torch.nn.ModuleDict)):
+            found += layers_of(child)
+    return found
+
+
 def takes(module, name):
     parameters = inspect.signature(type(module).forward).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -245,12 +245,12 @@ def forgets(engine):
 
 def without_trial():
     from hf_ulysses import ParallelismConfig, SequenceParallelConfig
-    from hf_ulysses.mixing import discovery
+    from hf_ulysses.mixing import locate
 
     def fail(*args):
         raise AssertionError("tried")
 
-    discovery.discover = fail
+    locate.locate = fail
     handler = SequenceParallelConfig(trial=False)
     config = ParallelismConfig(sp_backend="torch", sp_size=2, sp_handler=handler)
     return train(engine="ddp", sp=2, parallelism_config=config)["loss"]
@@ -261,7 +261,7 @@ def test_the_trial_can_be_switched_off_and_decides_nothing_for_attention(ranks):
     expected = ranks(1).run(train)[0]["loss"]
     for loss in ranks(2).run(without_trial):
         assert loss == pytest.approx(expected, rel=2e-5)
-    ranks(2).stop()  # Its ranks have no discovery.
+    ranks(2).stop()  # Its ranks have no trial.
 
 
 def test_fixed_row_length(ranks):

@@ -21,7 +21,7 @@ def checkpointed(model_type, attached, reentrant):
     with hf_ulysses.attach(model) as sp:
         step = sharded(model, batch, sp)
         # Falcon calls the attention interface since transformers 5.25, so that none of it needs either.
-        assert sp.gathered or sp.split or model_type == "falcon"
+        assert sp.gathered or sp.scans or model_type == "falcon"
     assert all(vars(m).get("_gradient_checkpointing_func") is f for m, f in zip(model.modules(), functions))
     return step
 

@@ -168,7 +168,7 @@ def test_remote_code(ranks, single, tmp_path, variant, size):
             assert found[case]["status"] == ("refused" if mixing is None else "exact"), found
         if mixing is not None:
             found = found["unpacked"]
-            assert sorted({name.rpartition(".")[2] for name in found["split"] + found["gathered"]}) == mixing
+            assert sorted({name.rpartition(".")[2] for name in found["gathered"]}) == mixing
 
 
 def save(folder):

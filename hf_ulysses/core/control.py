@@ -1,0 +1,56 @@
+"""Groups of our own beside the one whose ranks share a row.
+
+    own_group      what travels for the model: it does not queue behind an engine's collectives, which NCCL would serialise
+    Control        what the ranks tell each other about it: over gloo, which needs no device, and gives up soon
+"""
+
+import functools
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# A rank that is alive answers in milliseconds; one that is not shall not hold up the others.
+PATIENCE = timedelta(seconds=30)
+
+
+@functools.cache
+def own_group(group):
+    """A group of the ranks of `group` with a communicator of its own. Collective over `group` the first time."""
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+
+
+@functools.cache
+def _over_gloo(group):
+    ranks = dist.get_process_group_ranks(group)
+    try:
+        return dist.new_group(ranks, backend="gloo", timeout=PATIENCE, use_local_synchronization=True)
+    except RuntimeError as error:
+        warnings.warn(f"Control messages go over the device's group, for gloo could not start: {error}", stacklevel=2)
+        return group
+
+
+class Control:
+    """Messages among the ranks of a group.
+
+    Args:
+        group (`torch.distributed.ProcessGroup`): whose ranks talk. Collective over them the first time.
+    """
+
+    def __init__(self, group):
+        self._group = _over_gloo(group)
+        on_device = dist.get_backend(self._group) == "nccl"
+        self._device = torch.get_device_module().current_device() if on_device else "cpu"
+
+    def largest(self, number: int) -> int:
+        """The largest of all ranks' numbers. Collective."""
+        numbers = torch.tensor([number], device=self._device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group)
+        return int(numbers)
+
+    def from_all(self, what) -> list:
+        """What every rank has to say, in rank order. Collective."""
+        answers = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(answers, what, group=self._group)
+        return answers
