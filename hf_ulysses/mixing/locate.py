@@ -143,11 +143,10 @@ class _Trial:
             mine = _Run(self, batch, whole)
             try:
                 self._once(mine, given)
+                if not self._explained(mine):
+                    break
             except _StartAgain:
-                continue
-            if self._explained(mine):
-                continue
-            break
+                pass
         if given is not batch:
             self._judge_loss(whole.loss, mine.loss)
 
@@ -186,11 +185,11 @@ class _Trial:
 
     def mend(self, module, why, where, error=None):
         """Let `module`, and all of its kind, have the whole row; raises `_StartAgain` if what ran before is void."""
-        around_layers = self._is_body(module)
+        around_layers = self.is_body(module)
         again = module in self.found
         if again and not around_layers:
             # What it is given is not the whole row's, and cannot be made so: the code around the layers must be.
-            module = [m for m in self.names if self._is_body(m) and module in set(m.modules())][-1]
+            module = [m for m in self.names if self.is_body(m) and module in set(m.modules())][-1]
             again, around_layers = module in self.found, True
         name, layers = type(module).__name__, layers_of(module) if around_layers else []
         if again or around_layers and not layers:
@@ -209,11 +208,7 @@ class _Trial:
             raise _StartAgain
         kind = _kind(module)
         alike = self._drop(kind)
-        # Of all ranks, the most telling: one whose shard has no padding may have been given no mask.
-        for seen in self.control.from_all(where):
-            for path, value in seen.items():
-                dims = self.dims.setdefault(kind, {})
-                dims[path] = max(dims.get(path), value, key=_telling)
+        self.learn(kind, where)
         hooks = []
         for one in alike:
             hooks += self.whole.run_whole(one, self.dims.setdefault(kind, {}))
@@ -227,6 +222,15 @@ class _Trial:
         names = [self.names[one] for one in alike]
         self.attachment.gathered = [n for n in self.attachment.gathered if n not in names] + names
 
+    def learn(self, kind, where):
+        """Where modules of a kind have the sequence in their arguments; another row may show one that was not there before.
+
+        Of what ranks saw, the most telling: one whose shard has no padding may have been given no mask.
+        """
+        dims, seen = self.dims.setdefault(kind, {}), self.control.from_all(where)
+        for path in {path: None for one in seen for path in one}:
+            dims.setdefault(path, max((one[path] for one in seen if path in one), key=_telling))
+
     def _drop(self, kind):
         """Undo what was done to the modules of a kind, which are returned."""
         alike = [module for module in self.names if _kind(module) == kind]
@@ -237,7 +241,7 @@ class _Trial:
         self.found.difference_update(alike)
         return alike
 
-    def _is_body(self, module):
+    def is_body(self, module):
         """Whether `module` is a model around its layers: most of the modules lie in it."""
         return not isinstance(module, torch.nn.ModuleList) and sum(1 for _ in module.modules()) > len(self.names) / 2
 
@@ -295,7 +299,10 @@ class _Run:
         kwargs = {key: value for key, value in kwargs.items() if key != ROW_KEY}
         map_arguments(lambda path, value: prints.update({path: self._print(value)}), module, args, kwargs)
         self.records[module, call, "in"] = prints
-        if self.reference is not None and self.running and (why := self._differs(module, call, "in")):
+        if self.reference is not None and module in self.trial.found and not self.trial.is_body(module):
+            self._agreed(None)
+            self.trial.learn(_kind(module), self._places(module))
+        elif self.reference is not None and self.running and (why := self._differs(module, call, "in")):
             self.blamed.setdefault(self.running[-1][0], why)
         self.running.append((module, call))
 

@@ -426,7 +426,7 @@ def dropped():
     mixer.describe = types.MethodType(lambda self: type(self).__name__, mixer)
     alive = weakref.ref(mixer)
     sp = hf_ulysses.attach(model)
-    sp.shard(rows("uneven"))
+    model(**sp.shard(rows("uneven")))
     assert sp.scans
     del model, mixer, sp
     gc.collect()

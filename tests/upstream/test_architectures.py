@@ -134,7 +134,7 @@ def found_in_half_precision(model_type):
 
 @pytest.mark.parametrize(
     "model_type, modules",
-    [("llama", []), ("mixtral", []), ("lfm2", ["model.layers.0.conv"]), ("qwen3_next", ["model.layers.0.linear_attn"])],
+    [("llama", []), ("mixtral", []), ("lfm2", []), ("qwen3_next", []), ("gpt_neo", ["transformer.h.0.attn.attention", "transformer.h.1.attn.attention"])],
 )
 def test_half_precision_is_not_mistaken_for_mixing(ranks, model_type, modules):
     assert ranks(2).run(found_in_half_precision, model_type) == [modules, modules]
