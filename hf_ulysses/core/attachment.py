@@ -37,6 +37,7 @@ from .hooks import around
 from .loss import reduce_loss
 from .masks import BUILDERS, for_full_row
 from .peers import Peers
+from .randomness import called_by
 from .rotary import depends_on_positions, feed_full_row
 from .sequence import ROW_KEY, current_row, forget_rows, hold, on_whole_row, release
 
@@ -57,6 +58,7 @@ class Attachment:
         exchanges, scans (`int`): calls of attention functions, and of functions that mix positions otherwise, that went
             through the exchange since attaching.
         gathered (`list[str]`): modules that run on the whole row (mixing/whole.py), known after the first forward.
+        runs_whole (`bool`): whether all of the decoder does.
         attending (`bool`): whether an attention function runs just now, or has raised.
         splits_loss (`bool`): whether the head scores shards, or is given whole rows (exits.py).
         loss_only (`bool`): set while nobody wants more of an output than its loss; logits are then read by name only.
@@ -69,7 +71,7 @@ class Attachment:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.seq_length, self.under_engine = seq_length, under_engine
         self.exchanges = self.scans = 0
-        self.gathered, self.attending = [], False
+        self.gathered, self.attending, self.runs_whole = [], False, False
         self.loss_only = False
         self.forward = None
         self.peers = Peers(self.group)
@@ -98,6 +100,8 @@ class Attachment:
         for module in decoder.modules():
             if depends_on_positions(module):
                 self._handles += feed_full_row(module, self.rank, self.size)
+        for module in called_by(decoder):
+            self._handles += around(module, self.entrance.streams.begin, self.entrance.streams.end)
         self._handles += scans.attach(list(decoder.modules()), self)
         for source in _modelling_modules([model, *decoder.modules()]):
             for name, wrap in _replacements(source):
@@ -160,7 +164,7 @@ class Attachment:
 
     @property
     def is_plain(self) -> bool:
-        return self._plain > 0
+        return self._plain > 0 or self.runs_whole
 
     def inside(self, engine) -> None:
         """Say that `engine` (DDP, DeepSpeed's, a compiled module) calls the model: outputs are opened when they leave it."""
@@ -226,13 +230,19 @@ class Attachment:
                     "whole model."
                 )
             return None
-        if self._plain:
+        if not self._plain:
+            self.locate(next((value.device for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None))
+        if self.is_plain:
+            if kwargs.get(ROW_KEY) is not None:
+                raise ValueError(
+                    f"{type(module).__name__} cannot be split along the sequence and runs on whole rows, but was given a "
+                    "sharded batch. Pass the batch itself, or train without sequence parallelism."
+                )
             return None
         # What an interrupted forward left behind.
         self.entrance.reset()
         forget_rows()
         self.peers.judge_last()
-        self.locate(next((value.device for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None))
         kwargs = dict(kwargs)
         self.forward = Forward(given=kwargs.pop(ROW_KEY, None))
         self.forward.tokens = [kwargs[name] for name in ("input_ids", "labels") if torch.is_tensor(kwargs.get(name))]
@@ -247,7 +257,7 @@ class Attachment:
 
     def _end(self, module, args, kwargs, output):
         forward = self.forward
-        if forward is None or self._plain or attachment_of(module) is not self:
+        if forward is None or self.is_plain or attachment_of(module) is not self:
             return None
         if forward.outer is not None:
             release(forward.outer)
@@ -268,21 +278,27 @@ class Attachment:
     # -- for the rooms ------------------------------------------------------------------------------------------------
 
     def row_of(self, module, kwargs):
-        """The row that a module of the decoder works on, `None` where it runs plainly or has been given the whole of it.
-
-        Raises:
-            ValueError: the module runs outside of its decoder's forward, so that nobody knows what it was given.
-        """
+        """The row that a module of the decoder works on, `None` where it runs plainly or has been given the whole of it."""
         row = kwargs.get(ROW_KEY) or current_row()
         running = self.entrance.running
-        is_plain = self._plain or on_whole_row() or running and running[-1] is None
+        is_plain = self.is_plain or on_whole_row() or running and running[-1] is None
         if row is None and not is_plain and (running or torch.is_grad_enabled()):
-            raise ValueError(
-                f"{type(module).__name__} runs outside of its decoder's forward, where the row's facts are lost: a layer that "
-                "is run again in backward by other means than gradient checkpointing (reversible layers), or called by "
-                f"itself. Train {type(self._model()).__name__} without sequence parallelism, or without that."
-            )
+            self._refuse(module)
+        self.refuse_reversible(module, row)
         return row
+
+    def refuse_reversible(self, module, row):
+        """Without gradients in a forward that wants them: an autograd function of the model's own, which runs it again."""
+        again = row is not None and self.entrance.wants_gradients and not torch.is_grad_enabled()
+        if again and not recomputation.is_carried():
+            self._refuse(module)
+
+    def _refuse(self, module):
+        raise ValueError(
+            f"{type(module).__name__} runs outside of its decoder's forward, where the row's facts are lost: a layer that is run "
+            "again in backward by other means than gradient checkpointing (reversible layers), or called by itself. Train "
+            f"{type(self._model()).__name__} without sequence parallelism, or without that."
+        )
 
     def share_of_auxiliary(self, forward) -> float:
         """What part of an auxiliary loss each rank adds to its loss: means over targets are weighted to the whole of it, sums

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from .cut import BOUNDARY_KEYS, checksum, cut
 from .gather import gather_sequence, with_whole_gradient
-from .randomness import OwnStream
+from .randomness import OwnStreams, draws
 from .sequence import ROW_KEY, Row, hold, on_whole_row, release
 from .trees import tree_map
 
@@ -69,8 +69,8 @@ class Entrance:
         parameters = inspect.signature(type(decoder).forward).parameters
         self.names = list(parameters)[1:]
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self.running = []
-        self._own_stream, self._noise = OwnStream(attachment.rank), None
+        self.running, self.wants_gradients = [], False
+        self.streams, self._noise = OwnStreams(attachment), None
 
     def enter(self, module, args, kwargs):
         attachment = self.attachment
@@ -116,9 +116,10 @@ class Entrance:
             part["use_cache"] = False
         attachment.carry_row(module)
         forward.row = row
+        self.wants_gradients = torch.is_grad_enabled() and module.training
         self._noise = _noise_of_the_row(module, row)
-        if module.training:
-            self._own_stream.begin()
+        if module.training and self.streams.needed is None:
+            self.streams.needed = draws(module)
         self.running.append((forward, hold(row)))
         return (), part
 
@@ -127,6 +128,7 @@ class Entrance:
             return None
         forward, token = entered
         release(token)
+        self.wants_gradients = False
         self._give_back()
         if output is None:  # It raised.
             return None
@@ -138,7 +140,6 @@ class Entrance:
         return whole(output, forward.row, self.attachment)
 
     def _give_back(self):
-        self._own_stream.end()
         if self._noise is not None:
             embeddings, self._noise = self._noise, None
             embeddings[0].neftune_noise_alpha = embeddings[1]
@@ -146,6 +147,7 @@ class Entrance:
     def reset(self):
         """Forget forwards that were interrupted."""
         self.running.clear()
+        self.streams.reset()
         self._give_back()
 
 
@@ -171,7 +173,8 @@ def whole(value, row, attachment):
         if not torch.is_tensor(leaf):
             return leaf
         if leaf.dim() >= 2 and leaf.shape[:2] == (batch_size, shard):
-            return gather_sequence(leaf, attachment.group, 1, row.length)
+            # Heads take views of it.
+            return gather_sequence(leaf, attachment.group, 1, row.length).contiguous()
         if "router" in path and leaf.dim() == 2 and leaf.shape[0] == batch_size * shard:
             leaf = leaf.unflatten(0, (batch_size, shard))
             return gather_sequence(leaf, attachment.group, 1, row.length).flatten(0, 1)
@@ -187,9 +190,12 @@ def decoder_of(model):
     directly owns the largest list of modules.
     """
     base = next((module for module in model.modules() if hasattr(module, "get_decoder")), model)
-    for found in (base.get_decoder() if base is not model or hasattr(base, "get_decoder") else None, base):
-        found = getattr(found, "base_model", found) if found is base else found
-        if isinstance(found, torch.nn.Module) and (found is not base or not _has_head(base)):
+    for found in (base.get_decoder() if hasattr(base, "get_decoder") else None, getattr(base, "base_model", base)):
+        # A head may be called `decoder`, too.
+        has_layers = isinstance(found, torch.nn.Module) and any(_size_of_layers(module) for module in found.modules())
+        if has_layers and found is not base and _has_head(found):
+            return decoder_of(found)  # A language model within one of images and language.
+        if has_layers and (found is not base or not _has_head(base)):
             return found
     return max(base.modules(), key=_size_of_layers)
 

@@ -1,11 +1,13 @@
 """Layers that run a second time in backward (checkpointing) have the row of the first time, whatever the model hands on.
 
-The current row (row.py) is gone when backward recomputes a layer; models that pass keyword arguments on bring it along,
+The current row (sequence.py) is gone when backward recomputes a layer; models that pass keyword arguments on bring it along,
 others do not. Checkpoint functions are therefore wrapped where transformers' layers and torch's wrappers keep them.
-A layer that runs again in another way (reversible ones) has no row then, and is refused there (attachment.py, `row_of`).
+A layer that runs again in another way (reversible ones) runs without gradients in its first time, outside of such a
+function, and is refused there and then (attachment.py, `row_of`).
 """
 
 import functools
+from contextvars import ContextVar
 
 from .sequence import current_row, holding
 
@@ -23,9 +25,21 @@ class _Carrying:
         return self.function(run if row is None else functools.partial(_run_with, row, run), *args, **kwargs)
 
 
+_carried: ContextVar[bool] = ContextVar("ulysses_carried", default=False)
+
+
+def is_carried() -> bool:
+    """Whether what runs lies in a checkpoint function that has its row along."""
+    return _carried.get()
+
+
 def _run_with(row, run, *args, **kwargs):
-    with holding(row):
-        return run(*args, **kwargs)
+    token = _carried.set(True)
+    try:
+        with holding(row):
+            return run(*args, **kwargs)
+    finally:
+        _carried.reset(token)
 
 
 def carry_row(module) -> None:

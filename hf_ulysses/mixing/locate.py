@@ -5,6 +5,7 @@
    module's own doing; arguments that differ are the doing of whoever calls. Attention and scans exchange (attention.py,
    scans.py) and agree; what does not, and all modules of its kind, run on the whole row from then on (whole.py), this call
    first. A decoder that does so with its own code, around its layers, runs that code on the whole row.
+   What even then does not agree runs whole altogether, and is said so.
 3. Rows without padding, padded ones and, where something was found, packed ones; with labels, so that the head is tried, too.
 
 So no list of layer names decides, and a model that nobody has heard of is exact or refused. Two forwards a row, and one more
@@ -41,7 +42,7 @@ _SPECIAL_LENGTHS = re.compile(r"window|chunk|topk|top_k_tokens|block_size|budget
 # What cannot mix positions, so that noise is not taken for it.
 _PER_POSITION = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.Dropout)
 # What a module may raise when it is given a shard where its code expects a row.
-_OF_SHAPES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+_OF_SHAPES = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, AssertionError)
 _OF_DEVICES = re.compile(r"CUDA|HIP|cuDNN|cuBLAS|NCCL|XPU|kernel|triton|inductor|dynamo|out of memory", re.IGNORECASE)
 _FINE, _DIFFERS, _FAILED = range(3)
 
@@ -52,6 +53,10 @@ class NotExact(ValueError):
 
 class _StartAgain(Exception):
     """What was tried so far is not how the model will run."""
+
+
+class _NothingHelps(Exception):
+    """The decoder cannot be split; on all ranks alike."""
 
 
 class _PeerFailed(RuntimeError):
@@ -96,6 +101,8 @@ class _Trial:
             # Eagerly: torch.compile would specialize on short rows, and on the hooks that watch them.
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 self._try_rows()
+        except _NothingHelps as why:
+            self._run_all_of_it_whole(why)
         except BaseException:
             for handle in self._handles():
                 handle.remove()
@@ -108,6 +115,19 @@ class _Trial:
             set_random_states(states)
         return self._handles()
 
+    def _run_all_of_it_whole(self, why):
+        """The last resort: every rank computes the whole row. Exact, and no cheaper than without sequence parallelism."""
+        for handle in self._handles():
+            handle.remove()
+        self.hooks, self.body_hooks = {}, []
+        self.attachment.runs_whole, self.attachment.gathered = True, [self.names[self.decoder] or "the model"]
+        if torch.distributed.get_rank() == 0:
+            logger.warning(
+                "%s runs on the whole row on every rank, so that sequence parallelism saves nothing: %s",
+                type(self.model).__name__,
+                why,
+            )
+
     def _handles(self):
         return [handle for handles in self.hooks.values() for handle in handles] + self.body_hooks
 
@@ -119,7 +139,7 @@ class _Trial:
         short = self.tokens[:, 1:]
         mask = torch.ones_like(self.tokens).repeat(2, 1)
         mask[1, :5] = 0
-        self._make_exact({"input_ids": short}, labels=_targets(short, self.attachment.size))
+        first = self._make_exact({"input_ids": short}, labels=_targets(short, self.attachment.size))
         found = len(self.found)
         self._make_exact({"input_ids": self.tokens.repeat(2, 1), "attention_mask": mask}, optional=True)
         if (self.found or self.attachment.scans) and self.attachment.takes_positions:
@@ -128,27 +148,41 @@ class _Trial:
             self._make_exact({"input_ids": self.tokens, "position_ids": positions[None]}, optional=True)
         if len(self.found) > found:
             # What was changed for a later row must do for the first, too.
-            self._make_exact({"input_ids": short})
+            self._split(first, {"input_ids": short}, {"input_ids": short})
 
     def _make_exact(self, batch, labels=None, optional=False):
+        """Returns the run of the whole row, `None` of one that the model does not take."""
         given = dict(batch, labels=labels) if labels is not None and self.attachment.splits_loss else batch
         whole = _Run(self, batch, None)
         self._once(whole, given)
         failed = self.control.from_all(whole.failed)
+        explainable = all(self.control.from_all(whole.explainable))
+        if any(failed) and not explainable:
+            raise whole.error or _PeerFailed(f"The trial failed on another rank: {next(filter(None, failed))}")
         if any(failed):
             if optional and all(failed):
-                return  # The model does not do this without sequence parallelism either.
-            raise whole.error or _PeerFailed(f"The trial row failed on another rank: {next(filter(None, failed))}")
+                return None  # The model does not do this without sequence parallelism either.
+            raise NotExact(
+                f"{type(self.model).__name__} does not run on the short row that is tried before the first step: "
+                f"{next(filter(None, failed))}. SequenceParallelConfig(trial=False) does without, if it mixes positions by "
+                "attention and scans alone."
+            ) from whole.error
+        mine = self._split(whole, batch, given)
+        if given is not batch:
+            self._judge_loss(whole.loss, mine.loss)
+        return whole
+
+    def _split(self, whole, batch, given):
+        """Run the row in shards until nothing differs; returns the last run."""
         for _ in range(2 * len(self.names)):
             mine = _Run(self, batch, whole)
             try:
                 self._once(mine, given)
                 if not self._explained(mine):
-                    break
+                    return mine
             except _StartAgain:
                 pass
-        if given is not batch:
-            self._judge_loss(whole.loss, mine.loss)
+        raise _NothingHelps("every module has been tried")
 
     def _once(self, run, batch):
         self.forwards += 1
@@ -193,11 +227,7 @@ class _Trial:
             again, around_layers = module in self.found, True
         name, layers = type(module).__name__, layers_of(module) if around_layers else []
         if again or around_layers and not layers:
-            raise NotExact(
-                f"{type(self.model).__name__} cannot be trained exactly over sp_size={self.attachment.size}: in {name}, "
-                f"{why}{', and running it on the whole row does not help' if again else ''}. Train it without sequence "
-                "parallelism."
-            ) from error
+            raise _NothingHelps(f"in {name}, {why}") from error
         self.found.add(module)
         logger.info("%s (%s): %s", self.names[module], name, why)
         if around_layers:
@@ -263,6 +293,7 @@ class _Run:
         self.layout = Layout(length, shard * size, shard, trial.attachment.rank, batch.get("attention_mask"))
         self.calls, self.records, self.running, self.blamed = {}, {}, [], {}
         self.loss = self.error = self.failed = self.culprit = None
+        self.explainable = True
         self.suspended = self.half = trial.attachment.attending = False
 
     def run(self, entry, batch):
@@ -272,9 +303,9 @@ class _Run:
                 hooks.callback(module.register_forward_hook(self._after, with_kwargs=True).remove)
             try:
                 self.loss = getattr(entry(**batch), "loss", None)
-            except (_StartAgain, NotExact):
+            except (_StartAgain, _NothingHelps):
                 raise
-            except _OF_SHAPES as error:
+            except Exception as error:  # Raised, or explained, when all ranks know of it.
                 self._fail(error)
         if self.reference is not None and self.error is None and self.trial.control.largest(_FINE) == _FAILED:
             self.failed = "another rank failed"
@@ -282,13 +313,13 @@ class _Run:
     def _fail(self, error):
         """Tell the others, who are at the next module or at the end; and whose doing it may be."""
         self.error, self.failed = error, f"{type(error).__name__}: {str(error)[:300]}"
+        self.explainable = type(error) in _OF_SHAPES and not _OF_DEVICES.search(str(error))
         if self.reference is None:
             return
         if not isinstance(error, _PeerFailed):
             self.trial.control.largest(_FAILED)
-            explainable = type(error) in _OF_SHAPES and not _OF_DEVICES.search(str(error))
             ours = [module for module, *_ in self.running if not type(module).__module__.startswith("torch.")]
-            if explainable and ours and not self.trial.attachment.attending:
+            if self.explainable and ours and not self.trial.attachment.attending:
                 self.culprit = self.trial.names[ours[-1]]
 
     def _before(self, module, args, kwargs):
@@ -311,9 +342,13 @@ class _Run:
             return None
         _, call = self.running.pop()
         self._record_output(module, call, output)
-        if self.reference is None or isinstance(module, _PER_POSITION) or (module, call, "out") not in self.reference.records:
+        if self.reference is None:
             return None
-        why = self.blamed.pop(module, None) or (None if self._is_excused(module) else self._differs(module, call, "out"))
+        if isinstance(module, _PER_POSITION) or not self._is_compared(module, call):
+            if module in self.blamed and self.running:
+                self.blamed.setdefault(self.running[-1][0], self.blamed.pop(module))
+            return None
+        why = self.blamed.pop(module, None) or self._differs(module, call, "out")
         if not self._agreed(why):
             return None
         why = next(filter(None, self.trial.control.from_all(why)))
@@ -345,10 +380,13 @@ class _Run:
             raise _PeerFailed("another rank failed in the trial")
         return worst == _DIFFERS
 
-    def _is_excused(self, module):
-        """Whether what `module` returns is not for comparison: it was not given the right thing, or lies in an exchange."""
-        around = [outer for outer, _ in self.running]
-        return module in self.trial.between_exchanges or any(outer in self.blamed for outer in around)
+    def _is_compared(self, module, call):
+        """Whether the ranks talk after `module`: where the whole row's result has its length in one dimension.
+
+        All ranks know that one; what works on some tokens only, as an expert does, may not be called on every rank.
+        """
+        of_the_row = self.reference.records.get((module, call, "out"), {}).values()
+        return any(len(p.shape or ()) > 2 and self.layout.length in p.shape for p in of_the_row)
 
     def _differs(self, module, call, what):
         if module in self.trial.between_exchanges or any(outer in self.blamed for outer, _ in self.running):

@@ -93,6 +93,7 @@ class Whole:
             self._entered.append((module, hold(row if row is not None else current_row()), None))
             if row is None:
                 return None
+            self._attachment.refuse_reversible(module, row)
             args, kwargs = self._cut_for_layer(module, args, kwargs, row)
             if takes(module, ROW_KEY):
                 kwargs[ROW_KEY] = row
@@ -140,10 +141,10 @@ class Whole:
             if where == "absent" and not row.positions_given:
                 return None
             is_mask = path.endswith("mask") and torch.is_tensor(value) and value.dim() == 2
-            if where == "mask" or is_mask:
+            if row.attention_mask is not None and (where == "mask" or is_mask):
                 # The row's, which all ranks know; a rank whose shard has no padding may have been given none.
-                mask = None if row.attention_mask is None else row.attention_mask[:, :length]
-                return mask.to(value.dtype) if is_mask and mask is not None else mask
+                mask = row.attention_mask[:, :length]
+                return mask.to(value.dtype) if is_mask else mask
             if isinstance(value, DocumentMask):
                 value = value.whole()
             if not torch.is_tensor(value) or path.endswith("labels"):

@@ -16,11 +16,10 @@ from transformers import DataCollatorForLanguageModeling, DynamicCache, PreTrain
 import hf_ulysses
 from hf_ulysses.core.attachment import attachment_of
 from hf_ulysses.core.sequence import current_row
-from hf_ulysses.core.randomness import OwnStream
 from hf_ulysses.core.cut import shard_batch
 
 from ..collectives import Collectives
-from ..models import batch_of, build
+from ..models import batch_of, build, checkpoint
 from .steps import Step, assert_same, gradients, sharded, whole
 
 BATCH, OTHER = batch_of(2, 33), batch_of(2, 33, seed=2)
@@ -384,36 +383,55 @@ def test_a_group_of_one(ranks):
     assert_same(ranks(2).run(one_rank), reference)
 
 
-def draws_inside_and_outside():
-    """What is drawn in a step and after it, on the CPU and on a device that there is not."""
-    from types import SimpleNamespace
-    from unittest import mock
+def dropped_out(checkpointing):
+    """What two ranks drop of the same positions' states, and what they draw afterwards."""
+    model = build(attention_dropout=0.5)
+    seen = []
 
-    generator = torch.Generator().manual_seed(5)
-    device = SimpleNamespace(get_rng_state=generator.get_state, set_rng_state=generator.set_state)
-    drawn = []
-    stream = OwnStream(dist.get_rank())
-    with (
-        mock.patch("torch.accelerator.is_available", lambda: True),
-        mock.patch("torch.get_device_module", lambda: device),
-    ):
-        torch.manual_seed(7)
-        for _ in range(2):
-            stream.begin()
-            inside = (torch.rand(1).item(), torch.rand(1, generator=generator).item())
-            stream.end()
-            drawn.append((inside, (torch.rand(1).item(), torch.rand(1, generator=generator).item())))
-    return drawn
+    def drop(module, args, output):
+        if module.training:  # Not in the trial.
+            seen.append(torch.nn.functional.dropout(torch.ones_like(output), 0.5) == 0)
+            return output.masked_fill(seen[-1], 0)
+
+    model.model.layers[0].mlp.register_forward_hook(drop)
+    if checkpointing:
+        checkpoint(model)
+    batch = batch_of(1, 32)
+    batch["input_ids"][:, 16:] = batch["input_ids"][:, :16]
+    torch.manual_seed(7)
+    with hf_ulysses.attach(model):
+        model.train()
+        model(**batch).loss.backward()
+    assert len(seen) == 1 + checkpointing and torch.equal(seen[0], seen[-1]), "what is run again drops the same"
+    return seen[0], torch.rand(1).item()
 
 
-def test_a_rank_draws_for_itself_in_a_step_and_with_its_peers_outside(ranks):
-    first, second = ranks(2).run(draws_inside_and_outside)
-    expected = torch.rand(2, generator=torch.Generator().manual_seed(7))
-    for ours, theirs, on_cpu in zip(first, second, expected):
-        assert ours[1] == theirs[1] and ours[1][0] == on_cpu.item()
-        assert ours[0][0] != theirs[0][0]
-    # A step goes on where the last one ended.
-    assert first[0][0] != first[1][0]
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_is_each_ranks_own_and_all_else_the_groups(ranks, checkpointing):
+    (mine, next_of_mine), (theirs, next_of_theirs) = ranks(2).run(dropped_out, checkpointing)
+    assert not torch.equal(mine, theirs) and 0.3 < (mine == theirs).float().mean() < 0.7
+    assert next_of_mine == next_of_theirs
+
+
+def skips_layers():
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    config = dict(hidden_size=32, ffn_dim=48, num_attention_heads=4, word_embed_proj_dim=32, vocab_size=128)
+    model = OPTForCausalLM(OPTConfig(num_hidden_layers=8, layerdrop=0.5, **config)).train()
+    with hf_ulysses.attach(model) as sp:
+        counts = []
+        for _ in range(4):
+            before = sp.exchanges
+            model(**batch_of(1, 33)).loss.backward()
+            counts.append(sp.exchanges - before)
+        return counts
+
+
+def test_peers_skip_the_same_layers(ranks):
+    """Case 38: LayerDrop decides which way the code goes; peers that decide differently would wait for each other."""
+    first, second = ranks(2).run(skips_layers)
+    assert first == second and len(set(first)) > 1
 
 
 def copied_around_its_layers():
@@ -430,29 +448,6 @@ def copied_around_its_layers():
 def test_a_copy_around_attached_layers_is_refused(ranks):
     ranks(2).run(copied_around_its_layers)
 
-
-def fails_on_one_rank():
-    """A trial row that one rank cannot run whole, as one that is short of memory."""
-    model = build(dtype=torch.float32)
-    original, failed = model.model.forward, []
-
-    def forward(*args, **kwargs):
-        mask = kwargs.get("attention_mask")
-        if mask is not None and "ulysses_row" not in kwargs and dist.get_rank() == 1 and not failed:
-            failed.append(True)
-            raise MemoryError
-        return original(*args, **kwargs)
-
-    model.model.forward = forward
-    batch = batch_of(1, 33)
-    with hf_ulysses.attach(model) as sp:
-        part = sp.shard(batch)
-        return sp.reduce_loss(model(**part).loss, part["shift_labels"]).item(), failed
-
-
-def test_a_trial_row_that_fails_on_one_rank(ranks):
-    (loss, _), (other, failed) = ranks(2).run(fails_on_one_rank)
-    assert loss == other and failed == [True]
 
 
 def checkpointed_by_torch():

@@ -101,15 +101,22 @@ def _averaging(forward):
     return averaging
 
 
-def refused(change):
+def test_what_mixes_around_the_layers_runs_whole(ranks):
+    """The last resort: no rank has less to do than without sequence parallelism, and all compute the same."""
+    for whole, loss, gathered, scans in ranks(2).run(whole_loss, average_over_the_row):
+        assert loss == whole and gathered == ["model"] and not scans
+
+
+def whole_loss(change):
     model = build("llama", dtype=torch.float32)
     change(model)
-    with hf_ulysses.attach(model) as sp, pytest.raises(ValueError, match="cannot be trained exactly over sp_size=2"):
-        sp.shard(batch_of(1, 33))
-
-
-def test_what_mixes_around_the_layers_is_refused(ranks):
-    ranks(2).run(refused, average_over_the_row)
+    batch = batch_of(1, 33)
+    whole = model(**batch, use_cache=False).loss
+    with hf_ulysses.attach(model) as sp:
+        loss = model(**batch).loss
+        with pytest.raises(ValueError, match="runs on whole rows, but was given a sharded batch"):
+            model(**sp.shard(batch))
+        return whole.item(), loss.item(), sp.gathered, sp.scans
 
 
 def test_reversible_layers_do_not_train(ranks):

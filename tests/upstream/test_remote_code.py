@@ -148,7 +148,7 @@ VARIANTS = {
     "interface": ({}, []),
     "convolution": (dict(mixer="module"), ["mixer"]),
     # Its input has been padded by the code around it, which knows of no shards.
-    "bare convolution": (dict(mixer="bare"), None),
+    "bare convolution": (dict(mixer="bare"), ["model"]),
     "own attention": (dict(attention="own"), ["attention"]),
     "shifts again": (dict(head="shifts"), []),
 }
