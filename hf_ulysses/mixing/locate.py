@@ -45,6 +45,7 @@ _PER_POSITION = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm, torch.
 _OF_SHAPES = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, AssertionError)
 _OF_DEVICES = re.compile(r"CUDA|HIP|cuDNN|cuBLAS|NCCL|XPU|kernel|triton|inductor|dynamo|out of memory", re.IGNORECASE)
 _FINE, _DIFFERS, _FAILED = range(3)
+_PEER = "The trial failed on another rank"
 
 
 class NotExact(ValueError):
@@ -158,7 +159,7 @@ class _Trial:
         failed = self.control.from_all(whole.failed)
         explainable = all(self.control.from_all(whole.explainable))
         if any(failed) and not explainable:
-            raise whole.error or _PeerFailed(f"The trial failed on another rank: {next(filter(None, failed))}")
+            raise whole.error or _PeerFailed(f"{_PEER}: {next(filter(None, failed))}")
         if any(failed):
             if optional and all(failed):
                 return None  # The model does not do this without sequence parallelism either.
@@ -208,9 +209,11 @@ class _Trial:
         if not any(failed for failed, _ in answers):
             return False
         culprits = [culprit for failed, culprit in answers if failed and culprit is not None]
-        why = next(failed for failed, _ in answers if failed)
+        why = next((failed for failed, _ in answers if failed and _PEER not in failed), _PEER)
         if not culprits:
-            raise run.error or _PeerFailed(f"The trial failed on another rank: {why}")
+            if run.error is None or isinstance(run.error, _PeerFailed):
+                raise _PeerFailed(f"{_PEER}: {why}")
+            raise run.error
         by_name = {name: module for module, name in self.names.items()}
         self.mend(by_name[culprits[0]], f"it raised {why}", {}, run.error)
         return True
@@ -308,7 +311,7 @@ class _Run:
             except Exception as error:  # Raised, or explained, when all ranks know of it.
                 self._fail(error)
         if self.reference is not None and self.error is None and self.trial.control.largest(_FINE) == _FAILED:
-            self.failed = "another rank failed"
+            self.failed = _PEER
 
     def _fail(self, error):
         """Tell the others, who are at the next module or at the end; and whose doing it may be."""
@@ -377,7 +380,7 @@ class _Run:
     def _agreed(self, why) -> bool:
         worst = self.trial.control.largest(_DIFFERS if why else _FINE)
         if worst == _FAILED:
-            raise _PeerFailed("another rank failed in the trial")
+            raise _PeerFailed(_PEER)
         return worst == _DIFFERS
 
     def _is_compared(self, module, call):
