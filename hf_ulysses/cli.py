@@ -28,6 +28,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config_file", metavar="YAML", help="the Accelerate YAML again, for its memory switches, which accelerate does not export"
     )
+    # DeepSpeed's launcher says it here, too; LOCAL_RANK has it.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as in python -m")
     parser.add_argument("program", metavar="PROGRAM", help="script or module to run")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="the program's own arguments")

@@ -100,6 +100,11 @@ def check_deepspeed_config(accelerator) -> None:
                 f"The DeepSpeed configuration holds {key!r}: {config[key]!r}, DeepSpeed's own sequence parallelism. "
                 "Remove it: sp_size in the parallelism config is all that hf_ulysses needs."
             )
+    if (config.get("tensor_parallel") or {}).get("autotp_size", 1) > 1:
+        raise ValueError(
+            f"The DeepSpeed configuration holds 'tensor_parallel': {config['tensor_parallel']!r}. Sequence parallelism combines "
+            "with data parallelism only: remove it, or set autotp_size to 1."
+        )
     offload = (_zero(accelerator).get("offload_param") or {}).get("device", "none")
     if _zero(accelerator).get("stage", 0) != 3 and offload != "none":
         raise ValueError(

@@ -279,6 +279,11 @@ def requested(config: _AccelerateConfig | None) -> StateView | None:
         ValueError: a configuration that contradicts itself, or an environment that asks for sequence parallelism
             without switching it on.
     """
+    if isinstance(config, dict):
+        raise ValueError(
+            f"parallelism_config={config} is a dict. Pass an object: hf_ulysses.ParallelismConfig(**{config}), or write its keys "
+            "into the `parallelism_config:` block of an Accelerate YAML."
+        )
     if config is None:
         sp_size = int(os.environ.get(_SIZE_VARIABLE, "1"))
         if sp_size <= 1:

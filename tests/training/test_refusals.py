@@ -80,6 +80,18 @@ def test_other_parallelism_together_with_sp(ranks, make, match):
         ranks(1).run(configured, make)
 
 
+def given_a_dict():
+    from hf_ulysses.adapters.config import requested
+
+    return requested({"sp_size": 2})
+
+
+def test_a_dict_for_a_configuration(ranks):
+    """Case 37."""
+    with pytest.raises(RankFailed, match="is a dict. Pass an object: hf_ulysses.ParallelismConfig"):
+        ranks(1).run(given_a_dict)
+
+
 def test_environment_without_its_switch(ranks):
     for message in ranks(2).run(configured, dict, environment={"PARALLELISM_CONFIG_SP_SIZE": "2"}):
         assert "ACCELERATE_USE_PARALLELISM_CONFIG=true" in message
@@ -88,6 +100,7 @@ def test_environment_without_its_switch(ranks):
 DEEPSPEED = [
     (deepspeed_config(2, offload_param=True), "offload_param"),
     (deepspeed_config(2, sequence_parallel={"enabled": True}), "sequence_parallel"),
+    (deepspeed_config(2, tensor_parallel={"autotp_size": 2}), "tensor_parallel"),
 ]
 
 
