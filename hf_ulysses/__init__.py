@@ -8,6 +8,7 @@ loop, `sp = hf_ulysses.attach(model, group)`. Importing has no side effect and l
 """
 
 from .core.attachment import Attachment, attach
+from .core.declared import sums_over_tokens
 from .door import disable, enable, enabled
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ __all__ = [
     "disable",
     "enable",
     "enabled",
+    "sums_over_tokens",
 ]
 
 

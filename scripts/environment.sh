@@ -41,6 +41,8 @@ _environment() {
     fi
     # Two DeepSpeed versions must not share a cache of compiled operators.
     export TORCH_EXTENSIONS_DIR="$venv/torch_extensions"
+    # Whoever was killed while it loaded one leaves a lock behind, on which all others would wait. Compiling takes a minute.
+    find "$TORCH_EXTENSIONS_DIR" -name lock -mmin +3 -delete 2>/dev/null || true
     [ "$gpu" = cuda ] || export DS_ACCELERATOR=cpu # or DeepSpeed warns in every process that it found nothing better
     source "$venv/bin/activate"
 }

@@ -4,10 +4,12 @@ the counts that depend on how often a row is read are put right, and evaluation 
 
 import functools
 import inspect
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from ..core import declared
 from . import support
 from .accelerate import attach_model, share_randomness, sp_group, view_of
 from .config import requested
@@ -34,16 +36,51 @@ def _among_replicas(trainer, compute_loss):
     """A loss sees as many processes as there are data-parallel ranks: it may multiply by their number, as the Trainer's own
     does, or not, and is right as it would be without sequence parallelism. Shadows the method, whoever has overridden it."""
 
+    is_upstreams = type(trainer).compute_loss.__module__ == "transformers.trainer"
+
     @functools.wraps(compute_loss)
     def compute_loss_of_rows(*args, **kwargs):
         accelerator = trainer.accelerator
         trainer.accelerator = _Replicas(accelerator, accelerator.num_processes // view_of(accelerator).sp_size)
         try:
-            return compute_loss(*args, **kwargs)
+            with _declared(trainer, accelerator, is_upstreams):
+                return compute_loss(*args, **kwargs)
         finally:
             trainer.accelerator = accelerator
 
     return compute_loss_of_rows
+
+
+@contextmanager
+def _declared(trainer, accelerator, is_upstreams):
+    """Inside, a declared loss (core/declared.py), or the Trainer's label smoothing, is computed on shards."""
+    function = trainer.compute_loss_func
+    if function is None and trainer.label_smoother is not None and _shifts(trainer):
+        smoother = trainer.label_smoother
+        function = declared.sums_over_tokens(lambda outputs, labels, **kwargs: smoother(outputs, labels, **kwargs))
+    if not is_upstreams or not declared.is_declared(function):
+        yield
+        return
+    attachment = attach_model(accelerator, trainer.model)
+    if not attachment.splits_loss:
+        yield  # A head that needs whole rows gives whole rows.
+        return
+    held = trainer.compute_loss_func
+    if not hasattr(trainer, "_ulysses_loss"):
+        trainer._ulysses_loss = declared.OnShards(function, attachment)
+    trainer.compute_loss_func, attachment.shards_wanted = trainer._ulysses_loss, True
+    try:
+        yield
+    finally:
+        trainer.compute_loss_func, attachment.shards_wanted = held, False
+
+
+def _shifts(trainer) -> bool:
+    """Whether the Trainer shifts labels for its label smoothing: it knows so by the name of the model's class."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 class _Replicas:

@@ -62,6 +62,7 @@ class Attachment:
         attending (`bool`): whether an attention function runs just now, or has raised.
         splits_loss (`bool`): whether the head scores shards, or is given whole rows (exits.py).
         loss_only (`bool`): set while nobody wants more of an output than its loss; logits are then read by name only.
+        shards_wanted (`bool`): set while calls without labels shall return shards (declared.py).
         under_engine (`bool`): whether all ranks train this model together, data-parallel ones too.
     """
 
@@ -72,7 +73,8 @@ class Attachment:
         self.seq_length, self.under_engine = seq_length, under_engine
         self.exchanges = self.scans = 0
         self.gathered, self.attending, self.runs_whole = [], False, False
-        self.loss_only = False
+        self.loss_only = self.shards_wanted = False
+        self.last_forward = None
         self.forward = None
         self.peers = Peers(self.group)
         self._tried = self.size == 1 or not trial
@@ -264,7 +266,7 @@ class Attachment:
             forward.outer = None
         if self._engines:
             return None
-        self.forward = None
+        self.last_forward, self.forward = forward, None
         return None if output is None else open_exit(self, forward, output)
 
     def _begin_engine(self, module, args, kwargs):
@@ -273,6 +275,7 @@ class Attachment:
     def _end_engine(self, module, args, kwargs, output):
         self._engines -= 1
         forward, self.forward = self.forward, None
+        self.last_forward = forward
         return None if output is None or forward is None else open_exit(self, forward, output)
 
     # -- for the rooms ------------------------------------------------------------------------------------------------

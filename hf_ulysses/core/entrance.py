@@ -34,7 +34,7 @@ class Forward:
     """One forward of an attached model.
 
     Args:
-        exit (`str`): "loss" or "tokens": the head works on shards; "hidden": the decoder's output is gathered.
+        exit (`str`): "loss", "tokens" or "shards": the head works on shards; "hidden": the decoder's output is gathered.
         given (`Row`, *optional*): of a batch that came in shards.
         row (`Row`, *optional*): of the decoder's call, once it has run in shards.
         count (`torch.Tensor`, *optional*), counted (`bool`): targets of this shard; whether `num_items_in_batch` counts them.

@@ -61,6 +61,8 @@ class Exit:
             shift_labels = forward.given.shift_labels if shift_labels is None else shift_labels
         targets = shift_labels if shift_labels is not None else labels
         if labels is None and shift_labels is None or not torch.is_tensor(targets):
+            if self.attachment.shards_wanted:
+                forward.exit = "shards"  # For a declared loss (declared.py).
             return (), kwargs
         if not self._splits(targets, kwargs):
             if forward.given is not None:
@@ -95,7 +97,7 @@ class Exit:
         if forward.held is not None:
             release(forward.held)
             forward.held = None
-        if output is None or forward.exit == "hidden":
+        if output is None or forward.exit in ("hidden", "shards"):
             return None
         loss = output.get("loss") if isinstance(output, dict) else output[0]
         loss = row_loss(loss, forward, self.attachment)
