@@ -32,7 +32,9 @@ def build(config, dtype, checkpointing):
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
     if checkpointing:
         # A fake tensor has no random state to keep.
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        # Its name before Transformers 5.24 is deprecated now.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False, "preserve_rng_state": False})
     return model
 
 
