@@ -1,14 +1,21 @@
-"""Flash attention without a GPU: nothing is computed, but the memory is what flash-attn 2 asks for.
+"""Kernels without a GPU: nothing is computed, but the memory is what they ask for.
 
-Forward saves query, key, value, the output and the log-sum-exp (float32, one per query and head). Backward makes the three
-gradients, a float32 accumulator as large as the query, one float32 per query and head, and, with fewer key heads than query
-heads, gradients of key and value with all heads, which are summed afterwards (flash_attn's flash_api.cpp, `mha_bwd`).
+Flash attention: forward saves query, key, value, the output and the log-sum-exp (float32, one per query and head). Backward
+makes the three gradients, a float32 accumulator as large as the query, one float32 per query and head, and, with fewer key
+heads than query heads, gradients of key and value with all heads, which are summed afterwards (flash_attn's flash_api.cpp,
+`mha_bwd`). Other memory-efficient kernels (sdpa's on a GPU, flex) save the same.
+
+Liger's norm: saves its input and one float32 per position; backward writes into the incoming gradient (rms_norm.py there).
 """
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+# No mask builder knows it, so that no mask is made, as for flash.
+KEY = "planned"
+_running = []
 
 
 class _Flash(torch.autograd.Function):
@@ -18,6 +25,8 @@ class _Flash(torch.autograd.Function):
         out = query_BSHD.new_empty(batch, length, heads, value_BSGE.shape[-1])
         lse = query_BSHD.new_empty(batch, heads, length, dtype=torch.float32)
         ctx.save_for_backward(query_BSHD, key_BSGD, value_BSGE, out, lse)
+        # Half of 2 x 2 x S x S x D each: causal.
+        _count(query_BSHD, 2)
         return out
 
     @staticmethod
@@ -28,19 +37,58 @@ class _Flash(torch.autograd.Function):
         if key.shape[2] != heads:
             scratch += [x.new_empty(*x.shape[:2], heads, x.shape[3]) for x in (key, value)]
         gradients = tuple(x.new_empty(x.shape) for x in (query, key, value))
+        _count(query, 5)
         del scratch
         return gradients
+
+
+def _count(query, products):
+    for storage in _running:
+        storage.attended(query.shape, products)
 
 
 def _core(module, query, key, value, attention_mask, **kwargs):
     return _Flash.apply(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), None
 
 
+def has_stand_in(attention) -> bool:
+    return any(name in attention for name in ("flash", "sdpa", "flex"))
+
+
 @contextmanager
-def stand_in(attention):
-    """Inside, the attention key `attention` computes nothing and takes flash's memory."""
-    ALL_ATTENTION_FUNCTIONS[attention] = _core
+def attention_stand_in(storage):
+    """Inside, the attention key `KEY` computes nothing and takes flash's memory; products are counted in `storage`."""
+    ALL_ATTENTION_FUNCTIONS[KEY] = _core
+    _running.append(storage)
     try:
         yield
     finally:
-        del ALL_ATTENTION_FUNCTIONS[attention]
+        _running.remove(storage)
+        del ALL_ATTENTION_FUNCTIONS[KEY]
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.empty_like(ctx.saved_tensors[1])
+
+
+@contextmanager
+def norms_stand_in(norms):
+    """Inside, these modules take the memory of Liger's fused norms."""
+    for norm in norms:
+        norm.forward = lambda hidden, norm=norm: _Norm.apply(hidden, norm.weight)
+    try:
+        yield
+    finally:
+        for norm in norms:
+            del norm.forward
+
+
+def stand_ins(storage, attention, norms):
+    return (attention_stand_in(storage) if has_stand_in(attention) else nullcontext()), norms_stand_in(norms)
