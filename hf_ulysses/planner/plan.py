@@ -61,6 +61,7 @@ class Plan:
     def document(self) -> dict:
         """For `--json`."""
         setup = {f.name: getattr(self.setup, f.name) for f in fields(Setup) if f.name != "step"}
+        setup["host_memory_limit_gib"] = setup.pop("host_memory_gib")
         step = asdict(self.setup.step)
         own = {f.name: getattr(self, f.name) for f in fields(Plan) if f.name != "setup"}
         return {**own, "seq_length": step.pop("length"), **setup, **step}
@@ -78,7 +79,7 @@ class Planner:
         self._built, self._measured = {}, {}
 
     def _model(self, step):
-        key = (step.dtype, step.autocast, step.checkpointing, step.attention, step.trainer != "trainer", step.trainer, step.lora_rank)
+        key = (step.dtype, step.autocast, step.checkpointing, step.attention, step.trainer, step.lora_rank)
         if key not in self._built:
             self._built[key] = build(self.config, step)
         return self._built[key]
