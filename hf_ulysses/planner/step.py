@@ -103,8 +103,21 @@ def build(config, step: Step):
 
             if step.checkpointing:
                 model.enable_input_require_grads()
-            model = get_peft_model(model, LoraConfig(r=step.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+            lora = LoraConfig(r=step.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+            # Fake parameters cannot be moved; adapters are where they belong, in the dtype that engines cast them to.
+            with mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module), _default_dtype(dtype):
+                model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     return model, fake
+
+
+@contextmanager
+def _default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def layers_of(model):
