@@ -119,12 +119,18 @@ def test_every_engine_and_kind_of_training(engine, more):
 
 
 def test_what_saves_memory_saves_it():
+    # TRL's tiles are 32,768 words wide, whatever the vocabulary.
+    planner = Planner(LlamaConfig(**{**TINY.to_dict(), "vocab_size": 65536}))
+
     def peak(**more):
-        return Planner(TINY).plan(Setup(1, Step(4096, 1, **more))).breakdown
+        return planner.plan(Setup(1, Step(8192, 1, **more))).breakdown
 
     plain, lora, sft, liger = peak(), peak(lora_rank=4), peak(trainer="sft"), peak(liger=True)
-    assert lora["optimizer"] < plain["optimizer"] and sft["logits"] < plain["logits"] and liger["logits"] < plain["logits"]
-    assert peak(checkpointing=False)["activations"] > plain["activations"]
+    assert lora["optimizer"] < plain["optimizer"]
+    whole = plain["logits"] + plain["activations"]
+    assert all(found["logits"] + found["activations"] < 0.5 * whole for found in (sft, liger))
+    kept = Planner(TINY).plan(Setup(1, Step(4096, 1, checkpointing=False))).breakdown["activations"]
+    assert kept > Planner(TINY).plan(Setup(1, Step(4096, 1))).breakdown["activations"]
 
 
 # -- the command ----------------------------------------------------------------------------------------------------------
