@@ -5,10 +5,15 @@ makes the three gradients, a float32 accumulator as large as the query, one floa
 heads than query heads, gradients of key and value with all heads, which are summed afterwards (flash_attn's flash_api.cpp,
 `mha_bwd`). Other memory-efficient kernels (sdpa's on a GPU, flex) save the same.
 
+TRL's fused head: its Triton kernels fold a tile of logits where it lies; its torch ones, for CPUs, make copies. In front of
+the former TRL picks the positions with a label, a copy of hidden states forward and backward: here of all positions.
+
 Liger's norm: saves its input and one float32 per position; backward writes into the incoming gradient (rms_norm.py there).
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -90,5 +95,22 @@ def norms_stand_in(norms):
             del norm.forward
 
 
-def stand_ins(storage, attention, norms):
-    return (attention_stand_in(storage) if has_stand_in(attention) else nullcontext()), norms_stand_in(norms)
+@contextmanager
+def fused_head_stand_in():
+    """Inside, TRL's fused head takes the memory of its Triton kernels."""
+    from trl.trainer import utils
+
+    function = utils._ChunkedLogProbFunction
+    picking = SimpleNamespace(apply=lambda hidden, *more: function.apply(hidden * 1, *more))
+    folds = {name: lambda *_, **__: None for name in ("_forward_tile", "_backward_tile")}
+    with mock.patch.multiple("trl.kernels.chunked_logprob", **folds), mock.patch.object(utils, "_ChunkedLogProbFunction", picking):
+        yield
+
+
+def stand_ins(storage, attention, norms, fused_head):
+    """The contexts of a step. With an attention that is no fused kernel nothing is replaced but `norms`."""
+    yield norms_stand_in(norms)
+    if has_stand_in(attention):
+        yield attention_stand_in(storage)
+        if fused_head:
+            yield fused_head_stand_in()

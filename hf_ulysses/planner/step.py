@@ -164,7 +164,7 @@ def _measure(model, fake, step, whole):
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(_drop)
                 stack.callback(handle.remove)
-        for context in (fake_world(step.sp_size), *stand_ins(storage, step.attention, norms)):
+        for context in (fake_world(step.sp_size), *stand_ins(storage, step.attention, norms, step.trainer != "trainer")):
             stack.enter_context(context)
         sp = stack.enter_context(attach(model, trial=False))
         # Fake rows are equal by themselves, and nobody could read a checksum.
