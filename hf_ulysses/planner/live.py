@@ -70,12 +70,12 @@ class LiveStorage(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if torch.is_tensor(leaf):
                 self._hold(leaf)
-        if func._schema.name == "c10d::alltoall_base_":
+        if func.name() == "c10d::alltoall_base_":
             self.sent += args[1].nbytes
-        elif func._overloadpacket in flop_registry:
+        elif func.overloadpacket in flop_registry:
             shapes = [tensor.shape for tensor in (*args, out) if torch.is_tensor(tensor)]
             repeat = self.repeat if any(self.width in shape for shape in shapes) else 1
-            self.flops += repeat * flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+            self.flops += repeat * flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
         return out
 
     def attended(self, shape_BSHD, products):
