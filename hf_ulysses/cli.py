@@ -28,6 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config_file", metavar="YAML", help="the Accelerate YAML again, for its memory switches, which accelerate does not export"
     )
+    parser.add_argument("--check", action="store_true", help="first look at the YAML of --config_file (hf-ulysses check); end if it is wrong")
     # DeepSpeed's launcher says it here, too; LOCAL_RANK has it.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as in python -m")
@@ -47,6 +48,8 @@ def main(argv: list[str] | None = None) -> None:
     # Long rows fragment the allocator; a user's own setting stays.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
+    if options.check:
+        _check(options.config_file)
     from .door import enable
 
     if options.config_file is not None:
@@ -62,6 +65,21 @@ def main(argv: list[str] | None = None) -> None:
         sys.argv = [options.program, *options.args]
         sys.path.insert(0, os.path.dirname(os.path.abspath(options.program)))
         runpy.run_path(options.program, run_name="__main__")
+
+
+def _check(config_file) -> None:
+    """What `hf-ulysses check` says, on the first rank; every rank ends if there is an error."""
+    from rich.console import Console
+
+    from .commands.app import checked, show_lines
+
+    if config_file is None:
+        sys.exit("python -m hf_ulysses: --check needs --config_file, the Accelerate YAML.")
+    lines = checked(config_file)
+    if os.environ.get("RANK", "0") == "0":
+        show_lines(lines, Console(stderr=True))
+    if any(line.level == "error" for line in lines):
+        sys.exit(1)
 
 
 def _export(sp_size: int) -> None:

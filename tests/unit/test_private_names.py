@@ -41,6 +41,7 @@ NAMES = {
     "_buffers": lambda: "inv_freq" in llama().model.rotary_emb._buffers,
     "_orig_mod": lambda: "_orig_mod" in dict(torch.compile(torch.nn.Linear(2, 2)).named_children()),
     "_pytree": lambda: torch.utils._pytree.tree_map_only(int, str, [(1, 2.0)]) == [("1", 2.0)],
+    "_cdata": lambda: (t := torch.ones(2)).untyped_storage()._cdata == t[1:].untyped_storage()._cdata,
     # transformers
     "_attn_implementation": lambda: llama().config._attn_implementation == "sdpa",
     "_gradient_checkpointing_func": lambda: callable(vars(checkpointed_layer())["_gradient_checkpointing_func"]),
@@ -53,6 +54,9 @@ NAMES = {
     "_validate_accelerator": lambda: parameters(ParallelismConfig._validate_accelerator) == ["self", "accelerator"],
     # deepspeed: `deepspeed.utils.groups:_get_sequence_parallel_` + group, rank, world_size
     "_get_sequence_parallel_": lambda: all(callable(getattr(groups(), "_get_sequence_parallel_" + of)) for of in GETTERS),
+    # trl, of the planner: which its torch path calls on CPUs
+    "_forward_tile": lambda: callable(trl_kernels()._forward_tile),
+    "_backward_tile": lambda: callable(trl_kernels()._backward_tile),
     # Python
     "_fields": lambda: collections.namedtuple("Pair", "a b")._fields == ("a", "b"),
     "_reconstructor": lambda: callable(copyreg._reconstructor),
@@ -62,6 +66,10 @@ GETTERS = ("group", "rank", "world_size")
 
 def _track(self, inputs):
     pass
+
+
+def trl_kernels():
+    return pytest.importorskip("trl.kernels.chunked_logprob")
 
 
 def groups():
