@@ -91,9 +91,8 @@ class Entrance:
         for name in _OF_THE_HEAD:
             arguments.pop(name, None)
         if forward.given is None:
-            for name, value in arguments.items():
-                if torch.is_tensor(value) and value.requires_grad and torch.is_grad_enabled():
-                    arguments[name] = with_whole_gradient(value, attachment.group)
+            if torch.is_grad_enabled():
+                arguments = {name: tree_map(self._with_whole_gradient, value) for name, value in arguments.items()}
             part, row = cut(arguments, attachment.rank, attachment.size, attachment.seq_length)
             for of_the_user in forward.tokens:
                 row.checksum = checksum(of_the_user, row.checksum)
@@ -121,6 +120,10 @@ class Entrance:
             self._own_stream.begin()
         self.running.append((forward, hold(row)))
         return (), part
+
+    def _with_whole_gradient(self, path, value):
+        needs = torch.is_tensor(value) and value.requires_grad
+        return with_whole_gradient(value, self.attachment.group) if needs else value
 
     def leave(self, module, args, kwargs, output):
         if not self.running or (entered := self.running.pop()) is None:
