@@ -37,21 +37,72 @@ _SIZES = {
     "deepstack_visual_indexes": [0, 1],
     "projection_dim": lambda h, g: h * HEAD_SIZE,
     "projector_patch_to_query_dict": {16: 4},
+    "projection_hidden_size": lambda h, g: h * HEAD_SIZE,
+    "insert_layer_id": 0,
+    "projector_input_dim": lambda h, g: h * HEAD_SIZE,
+    "projector_output_dim": lambda h, g: h * HEAD_SIZE,
+    "mm_embed_dim": lambda h, g: h * HEAD_SIZE,
+    "output_proj_dims": lambda h, g: h * HEAD_SIZE,
+    "mm_posemb_size": 64,
+    "vision_hidden_size": lambda h, g: h * HEAD_SIZE,
+    "deepstack_layer_map": [[-1, 0]],
+    "spatial_target_layers": [1],
+    "drop_path_rate": 0.0,
+    "intermediate_layers_indices": [0],
+    "num_global_layers": 1,
+    "cross_attention_layers": [1],
 }
 # Where each layer has one, those that a tower of two layers has.
 _LAYERS = {"vision_feature_layer": [-1, -2]}
 
 
-def _gemma4(config, heads):
+def _gemma4(config, size, heads):
     from transformers import Gemma4VisionConfig
 
     config.vision_config = Gemma4VisionConfig(
-        hidden_size=heads * HEAD_SIZE, intermediate_size=64, num_hidden_layers=2, num_attention_heads=heads,
+        hidden_size=size, intermediate_size=64, num_hidden_layers=2, num_attention_heads=heads,
         num_key_value_heads=heads, head_dim=HEAD_SIZE, patch_size=8, pooling_kernel_size=2)  # fmt: skip
 
 
-# What is absent from a default configuration.
-_SPECIAL = {"gemma4": _gemma4}
+def _gemma4_unified(config, size, heads):
+    from transformers import Gemma4UnifiedVisionConfig
+
+    config.vision_config = Gemma4UnifiedVisionConfig(
+        patch_size=8, pooling_kernel_size=2, mm_embed_dim=size, output_proj_dims=size, mm_posemb_size=64)  # fmt: skip
+
+
+def _merged(config, size, heads):
+    config.out_hidden_size = 4 * size
+
+
+def _llama4(config, size, heads):
+    config.vision_config.intermediate_size = 4 * size  # Of four patches.
+    config.vision_config.vision_output_dim = size
+
+
+def _mllama(config, size, heads):
+    config.vision_config.vision_output_dim = 2 * size  # One layer's and the last.
+
+
+def _omni(config, size, heads):
+    config.vision_start_token_id = 110  # Without one, padded rows have no positions.
+
+
+def _token(config, size, heads):
+    config.image_token_id = VOCAB - 1
+
+
+# What default configurations lack, and sizes that have to fit each other.
+_SPECIAL = {
+    "gemma4": _gemma4,
+    "gemma4_unified": _gemma4_unified,
+    "muse_glimmer": _merged,
+    "muse_spark": _merged,
+    "llama4": _llama4,
+    "mllama": _mllama,
+    **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), _omni),
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni", "molmo2"), _token),
+}
 
 
 def image_config(model_type, heads=4, kv_heads=2):
@@ -59,7 +110,7 @@ def image_config(model_type, heads=4, kv_heads=2):
     config = tiny_config(model_type, heads, kv_heads)
     special = _SPECIAL.get(model_type)
     if special is not None:
-        special(config, heads)
+        special(config, heads * HEAD_SIZE, heads)
     for part in _parts(config):
         for name, value in _SIZES.items():
             if getattr(part, name, None) is not None:
@@ -88,7 +139,10 @@ def image_batch(model, rows=ROWS["images"], side=None, seed=1, image_size=1):
     generator = torch.Generator().manual_seed(seed)
     images = [row.count(IMAGE) for row in rows]
     pixels, counts = pixels_of(model, images, generator, image_size) if sum(images) else ({}, [])
-    return {**_tokens(model, rows, counts, side, generator), **pixels}
+    batch = {**_tokens(model, rows, counts, side, generator), **pixels}
+    if "cross_attention_mask" in batch:
+        batch["cross_attention_mask"] = batch["cross_attention_mask"].expand(-1, batch["input_ids"].shape[1], -1, -1)
+    return batch
 
 
 def takes(model):
@@ -159,10 +213,16 @@ def pixels_of(model, images, generator, image_size=1):
 
 def _count(model, pixels, images):
     """Tokens of each image: the rows of its features."""
-    owner = [module for module in model.modules() if hasattr(module, "get_image_features")][-1]
+    owners = [module for module in model.modules() if hasattr(module, "get_image_features")]
+    if "cross_attention_mask" in pixels:
+        return [1] * images
+    owner = owners[-1]
     parameters = inspect.signature(owner.get_image_features).parameters
     found = owner.get_image_features(**{name: value for name, value in pixels.items() if name in parameters})
-    found = getattr(found, "pooler_output", found)
+    if getattr(found, "deepstack_features", None) and getattr(found, "pooler_output", None) is None:
+        found = found.deepstack_features[0][1]  # Pairs of layer and features.
+    elif hasattr(found, "last_hidden_state"):
+        found = found.last_hidden_state if found.get("pooler_output") is None else found.pooler_output
     found = found[0] if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], (list, tuple)) else found
     parts = [found] if torch.is_tensor(found) else list(found)
     counts = [part.numel() // part.shape[-1] for part in parts]
@@ -179,15 +239,27 @@ def _layouts(model):
             for with_time in (True, False):
                 yield partial(_rows_of_patches, scale=scale, with_time=with_time)
             yield partial(_patches, scale=scale)
+        yield _merged_patches
+    if "image_grid_hw" in names:
+        yield _rows_of_patches_hw
+    if "target_sizes" in names:
+        yield _strips
+    if "cross_attention_mask" in names:
+        yield _attended
     if "image_position_ids" in names:
         yield _patches_with_positions
+        yield partial(_patches_with_positions, pooled=True)
     if "spatial_shapes" in names:
         yield _patches_with_shapes
     if "image_sizes" in names:
         yield partial(_tiles, tiles=2)
     if "pixel_attention_mask" in names:
         yield _images_by_row
+        yield partial(_images_by_row, mask_of_pixels=False)
     yield _images
+    if "high_res_pixel_values" in names:
+        yield _images_twice
+    yield _images_of_patches
     if "image_sizes" in names:
         yield partial(_images, sizes=False)
 
@@ -245,8 +317,35 @@ def _patches(model, images, noise, image_size, scale):
     }
 
 
-def _patches_with_positions(model, images, noise, image_size):
+def _merged_patches(model, images, noise, image_size):
+    """Channels last, merged before they are embedded."""
+    merge, patch = _size(model, "spatial_merge_size", default=1), _size(model, "patch_size")
+    grids = [(2, 2 + index % 2) for index in range(sum(images))]
+    side = merge * patch
+    return {
+        "pixel_values": noise(sum(h * w for h, w in grids), side, side, _channels(model)),
+        "image_grid_thw": torch.tensor([(1, h, w) for h, w in grids]),
+    }
+
+
+def _rows_of_patches_hw(model, images, noise, image_size):
+    pixels = _rows_of_patches(model, images, noise, image_size, scale=1, with_time=False)
+    return {"pixel_values": pixels["pixel_values"], "image_grid_hw": pixels["image_grid_thw"][:, 1:]}
+
+
+def _strips(model, images, noise, image_size):
+    """All patches of all images side by side."""
+    grids = [(4, 4 + 4 * (index % 2)) for index in range(sum(images))]
+    patch = _size(model, "patch_size")
+    return {
+        "pixel_values": noise(1, _channels(model), patch, sum(h * w for h, w in grids) * patch),
+        "target_sizes": torch.tensor(grids),
+    }
+
+
+def _patches_with_positions(model, images, noise, image_size, pooled=False):
     kernel, patch = _size(model, "pooling_kernel_size", default=1), _size(model, "patch_size")
+    kernel, patch = (1, kernel * patch) if pooled else (kernel, patch)
     side, images = 2 * kernel * image_size, sum(images)
     places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), dim=-1).reshape(-1, 2)
     return {
@@ -277,14 +376,41 @@ def _tiles(model, images, noise, image_size, tiles):
     }
 
 
-def _images_by_row(model, images, noise, image_size):
+def _images_by_row(model, images, noise, image_size, mask_of_pixels=True):
     """Rows with fewer images get blank ones, which the model leaves out."""
     side = _side(model)
     pixels = noise(len(images), max(images), _channels(model), side, side)
     for row, count in enumerate(images):
         pixels[row, count:] = 0.0
     mask = torch.ones(len(images), max(images), side, side, dtype=torch.long)
+    if not mask_of_pixels:
+        mask = torch.arange(max(images)) < torch.tensor(images)[:, None]
     return {"pixel_values": pixels, "pixel_attention_mask": mask}
+
+
+def _images_twice(model, images, noise, image_size):
+    pixels = _images(model, images, noise, image_size)
+    side = model.config.high_res_vision_config.image_size
+    return {**pixels, "high_res_pixel_values": noise(sum(images), _channels(model), side, side)}
+
+
+def _images_of_patches(model, images, noise, image_size):
+    """One image after the other as rows of patches, all of one size."""
+    patch, images = _size(model, "patch_size"), sum(images)
+    return {"pixel_values": noise(images, 4, _channels(model) * patch * patch)}
+
+
+def _attended(model, images, noise, image_size):
+    """Images that text attends to instead of becoming part of it."""
+    side, tiles = _side(model), model.config.vision_config.max_num_tiles
+    rows, most = len(images), max(images)
+    mask = torch.ones(rows, 1, most, tiles, dtype=torch.long)
+    return {
+        "pixel_values": noise(rows, most, tiles, _channels(model), side, side),
+        "aspect_ratio_ids": torch.ones(rows, most, dtype=torch.long),
+        "aspect_ratio_mask": torch.ones(rows, most, tiles, dtype=torch.long),
+        "cross_attention_mask": mask,
+    }
 
 
 def _images(model, images, noise, image_size, sizes=True):
