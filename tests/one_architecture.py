@@ -58,11 +58,11 @@ def try_model(model, cases=CASES) -> dict:
     return try_batches(model, {case: _batch(model, case) for case in cases})
 
 
-def try_batches(model, batches) -> dict:
+def try_batches(model, batches, trial=True) -> dict:
     results = {"class": type(model).__name__}
     references = {case: _reference(model, batch) for case, batch in batches.items()}
     try:
-        sp = hf_ulysses.attach(model)
+        sp = hf_ulysses.attach(model, trial=trial)
     except Exception as error:
         return {**results, **{case: _failure(error) for case in batches}}
     with sp:

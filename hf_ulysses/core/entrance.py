@@ -197,6 +197,14 @@ def decoder_of(model):
     return max(base.modules(), key=_size_of_layers)
 
 
+def towers_of(model, decoder):
+    """Name -> module of what has layers but lies outside of the decoder: image towers, which run on whole rows."""
+    inside, around = set(decoder.modules()), [m for m in model.modules() if decoder in set(m.modules())]
+    children = [(name, child) for name, child in model.named_modules() if child not in inside and child not in around]
+    outer = [(name, child) for name, child in children if model.get_submodule(name.rpartition(".")[0]) in around]
+    return {name: child for name, child in outer if any(isinstance(m, torch.nn.ModuleList) for m in child.modules())}
+
+
 def _has_head(model):
     return hasattr(model, "get_output_embeddings") and isinstance(model.get_output_embeddings(), torch.nn.Module)
 
