@@ -111,27 +111,30 @@ class _Marked:
     def __init__(self, arguments, tokens, mine):
         shape, embeddings = tuple(tokens.shape[:2]), arguments.get("inputs_embeds")
         self._width = embeddings.shape[-1] if torch.is_tensor(embeddings) else None
-        self._kept = {}
+        # Number of marked positions -> names of the masks, the mask, and which of the marked positions lie in this shard.
+        self._masks = {}
         for key, mask in arguments.items():
             if key == "attention_mask" or not torch.is_tensor(mask) or mask.dtype != torch.bool:
                 continue
             if tuple(mask.shape) in (shape, (*shape, 1)):
-                inside = torch.zeros(shape, dtype=torch.bool, device=mask.device)
+                mask, inside = mask.reshape(shape), torch.zeros(shape, dtype=torch.bool, device=mask.device)
                 inside[:, mine] = True
-                kept = inside[mask.reshape(shape)]  # Of each marked position, whether it lies in this shard.
-                self._kept.setdefault(len(kept), {})[key] = kept
+                kept = inside[mask]
+                names, other, _ = self._masks.setdefault(len(kept), ([], mask, kept))
+                if not names or not torch.equal(mask, other):
+                    names.append(key)
 
     def by(self, value) -> bool:
-        return value.dim() == 2 and len(value) in self._kept and self._width in (None, value.shape[1])
+        return value.dim() == 2 and len(value) in self._masks and self._width in (None, value.shape[1])
 
     def in_shard(self, name, value):
-        masks = self._kept[len(value)]
-        if len(masks) > 1:
+        names, _, kept = self._masks[len(value)]
+        if len(names) > 1:
             raise ValueError(
-                f"{name!r} of shape {tuple(value.shape)} could belong to the positions that any of {sorted(masks)} marks, so "
+                f"{name!r} of shape {tuple(value.shape)} could belong to the positions that any of {sorted(names)} marks, so "
                 "there is no telling which shard needs what of it. Train without sequence parallelism."
             )
-        return value[next(iter(masks.values()))]
+        return value[kept]
 
 
 def cut_tensor(tensor, rank: int, size: int, padding_value=0):
