@@ -91,7 +91,7 @@ def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None)
             raise ValueError(
                 f"{path!r} of shape {tuple(leaf.shape)} has a dimension as long as the row ({length}) but is not of shape "
                 f"({batch_size}, {length}, ...), so it cannot be cut over {size} sequence ranks. Reshape it to (batch, "
-                "sequence, ...), or drop it."
+                "sequence, ...), drop it, or train without sequence parallelism."
             )
         return leaf
 
