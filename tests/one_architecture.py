@@ -13,9 +13,11 @@ import torch.distributed as dist
 
 import hf_ulysses
 
+from .image_batches import ROWS, image_batch, image_config
 from .tiny_models import LENGTH, tiny_config, tiny_model
 
 CASES = ("unpacked", "packed", "left_padded")
+IMAGE_CASES = tuple(ROWS)
 # Refuse to train without being told that a token is text.
 REQUIRES_TYPES = ("molmo2",)
 # float32: a right implementation shows about 1e-6.
@@ -38,14 +40,31 @@ def try_architecture(model_type, heads, kv_heads, cases=CASES, changes=None) -> 
     return try_model(model, cases)
 
 
+def try_images(model_type, heads, kv_heads, cases=IMAGE_CASES) -> dict:
+    """As `try_architecture`, with the model's tower and batches of images. Collective."""
+    warnings.simplefilter("ignore")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    try:
+        model = tiny_model(image_config(model_type, heads, kv_heads), images=True)
+        batches = {case: image_batch(model, ROWS[case], "left" if "left" in case else None) for case in cases}
+    except Exception as error:
+        return {case: {"status": "untried", "why": _last_line(error)} for case in cases}
+    return try_batches(model, batches)
+
+
 def try_model(model, cases=CASES) -> dict:
+    return try_batches(model, {case: _batch(model, case) for case in cases})
+
+
+def try_batches(model, batches, trial=True) -> dict:
     results = {"class": type(model).__name__}
-    batches = {case: _batch(model, case) for case in cases}
     references = {case: _reference(model, batch) for case, batch in batches.items()}
     try:
-        sp = hf_ulysses.attach(model)
+        sp = hf_ulysses.attach(model, trial=trial)
     except Exception as error:
-        return {**results, **{case: _failure(error) for case in cases}}
+        return {**results, **{case: _failure(error) for case in batches}}
     with sp:
         for case, batch in batches.items():
             reference = references[case]
@@ -87,29 +106,31 @@ def _reference(model, batch):
         return {"status": "impossible", "why": "takes no position_ids"}
     try:
         model.zero_grad()
-        loss = _loss(model, batch)
+        loss, logits = _loss(model, batch)
         loss.backward()
     except Exception as error:
         return {"status": "impossible", "why": _last_line(error)}
     if not torch.isfinite(loss):
         return {"status": "impossible", "why": f"the loss of one process is {float(loss)}"}
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"status": "possible", "loss": float(loss.detach()), "gradients": gradients}
+    return {"status": "possible", "loss": float(loss.detach()), "logits": logits.detach(), "gradients": gradients}
 
 
 def _compare(model, sp, batch, reference):
     model.zero_grad()
     before, scans = sp.exchanges, sp.scans
     try:
-        loss = _loss(model, batch)
+        loss, logits = _loss(model, batch)
         loss.backward()
     except Exception as error:
         return _failure(error)
     error = abs(float(loss.detach()) - reference["loss"]) / abs(reference["loss"])
+    logits = _worst_logit(logits.detach(), reference["logits"], batch)
     gradient, worst = _worst_gradient(model, reference["gradients"])
     return {
-        "status": "exact" if error < LOSS_TOLERANCE and gradient < GRADIENT_TOLERANCE else "wrong",
+        "status": "exact" if max(error, logits) < LOSS_TOLERANCE and gradient < GRADIENT_TOLERANCE else "wrong",
         "loss": error,
+        "logits": logits,
         "gradient": gradient,
         "worst": worst,
         "exchanges": sp.exchanges - before,
@@ -128,7 +149,17 @@ def _loss(model, batch):
     loss = out.loss if hasattr(out, "loss") else out[0]
     if loss is None:
         raise RuntimeError(f"{type(model).__name__} computes no loss from labels")
-    return loss
+    return loss, out["logits"] if isinstance(out, dict) else out[1]
+
+
+def _worst_logit(logits, reference, batch):
+    """The largest difference relative to the largest logit; nobody reads those of padding."""
+    if logits.shape != reference.shape:
+        return float("inf")
+    difference = (logits - reference).abs()
+    if torch.is_tensor(mask := batch.get("attention_mask")) and mask.shape == difference.shape[:2]:
+        difference = difference[mask == 1]
+    return float(difference.max() / reference.abs().max())
 
 
 def _worst_gradient(model, reference):

@@ -254,10 +254,11 @@ def _special(model_type, heads, kv_heads):
     return special(heads, kv_heads) if callable(special) else special
 
 
-def tiny_model(config, seed: int = 0):
-    """The model, float32, in training mode, with the same random parameters on every call."""
+def tiny_model(config, seed: int = 0, images: bool = False):
+    """The model, float32, in training mode, with the same random parameters on every call; with its tower for `images`."""
     torch.manual_seed(seed)
-    auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    text = not images and type(config) in AutoModelForCausalLM._model_mapping
+    auto = AutoModelForCausalLM if text else AutoModelForImageTextToText
     cls = auto._model_mapping[type(config)]
     if hasattr(cls, "config_class") and not isinstance(config, cls.config_class):
         # Auto's mapping names the whole model's configuration for its decoder.

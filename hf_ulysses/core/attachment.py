@@ -16,6 +16,7 @@ names through which they find attention functions and mask builders. A deepcopy 
 """
 
 import inspect
+import logging
 import sys
 import weakref
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from . import balance, recomputation
 from .attention import exchanging
 from .control import own_group
 from .cut import shard_batch
-from .entrance import Entrance, Forward, decoder_of
+from .entrance import Entrance, Forward, decoder_of, towers_of
 from .exits import Exit, head_of, open_exit, scores_shift_labels
 from .gather import gather_sequence
 from .hooks import around
@@ -40,6 +41,8 @@ from .peers import Peers
 from .randomness import called_by
 from .rotary import depends_on_positions, feed_full_row
 from .sequence import ROW_KEY, current_row, forget_rows, hold, on_whole_row, release
+
+logger = logging.getLogger(__name__)
 
 _attachments: "weakref.WeakKeyDictionary[torch.nn.Module, Attachment]" = weakref.WeakKeyDictionary()
 _names = Names()
@@ -110,6 +113,8 @@ class Attachment:
                 self._held.append(_names.hold(source, name, wrap))
         for source in balance.sources_of_others():
             self._held.append(_names.hold(source, balance.NAME, balance.for_full_row))
+        if dist.get_rank() == 0:
+            _report_towers(model, decoder, self.size)
 
     # -- the public contract ------------------------------------------------------------------------------------------
 
@@ -382,6 +387,17 @@ class _Registry:
 
     def get_interface(self, *args, **kwargs):
         return exchanging(self._registry.get_interface(*args, **kwargs), attachment_of)
+
+
+def _report_towers(model, decoder, size):
+    for name, tower in towers_of(model, decoder).items():
+        # DeepSpeed keeps the size of a parameter that is elsewhere.
+        count = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in tower.parameters())
+        logger.info(
+            "%s runs %s (%.1f million parameters), in front of its decoder, on every rank: each of %d computes it for the "
+            "whole row and holds its activations until backward where it is trained",
+            type(model).__name__, name, count / 1e6, size,
+        )  # fmt: skip
 
 
 def _modelling_modules(modules):

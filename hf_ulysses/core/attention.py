@@ -107,6 +107,9 @@ def _attend(core, attachment, row, module, query_BHsD, key_BGsD, value_BGsE, att
             out_BShE = documents.attend(attend, query_BhSD, key_BgSD, value_BgSE, attention_mask, full)
         else:
             mask = _full_row_mask(attention_mask, row, module, share, num_heads)
+            if mask is None and row.padding and not _is_causal(module, kwargs):
+                # Nothing else hides the padding behind the row.
+                key_BgSD, value_BgSE = key_BgSD[:, :, : row.length], value_BgSE[:, :, : row.length]
             out_BShE = attend(query_BhSD, key_BgSD, value_BgSE, mask, full)
         # Where nothing is saved for backward (evaluation, checkpointing) these are not needed while the output travels.
         del query_BhSD, key_BgSD, value_BgSE
@@ -149,6 +152,11 @@ def _one_dtype(*tensors):
     if not torch.is_autocast_enabled(device_type):
         raise ValueError(f"query, key and value have different dtypes: {sorted(map(str, dtypes))}.")
     return [tensor.to(torch.get_autocast_dtype(device_type)) for tensor in tensors]
+
+
+def _is_causal(module, kwargs):
+    given = kwargs.get("is_causal")
+    return getattr(module, "is_causal", True) if given is None else given
 
 
 def _own_heads(tensor, share, num_heads, dim):

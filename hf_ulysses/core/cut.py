@@ -1,8 +1,10 @@
 """Whole rows -> shards: pad, positions, boundaries, slice. Pure functions of (arguments, rank, size).
 
 1. The row's length is that of `input_ids` (or `inputs_embeds`); it is padded on the right to a multiple of `size`.
-2. Every tensor of shape `(B, S, ...)` is cut into contiguous shards along S; masks of keys by queries stay whole; what
-   has no dimension of length S is passed on; anything else is an error by name. No list of keys decides what is cut.
+2. Every tensor of shape `(B, S, ...)` is cut into contiguous shards along S; masks of keys by queries stay whole; of what
+   belongs to the positions that a boolean mask marks (embeddings that layers add where there are images), each shard gets
+   its own; what has no dimension of length S is passed on; anything else is an error by name. No list of keys decides what
+   is cut, and what is nested in lists, tuples and dictionaries goes the same ways.
 3. The full row's facts ride along as a `Row` (sequence.py).
 4. In a batch that is sharded explicitly labels are shifted on the whole row first, so that the target behind a cut is
    scored by the shard in front of it.
@@ -13,6 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from .sequence import ROW_KEY, Row
+from .trees import tree_map
 
 IGNORE_INDEX = -100
 BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -75,20 +78,63 @@ def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None)
     )
 
     part = {"position_ids": position_ids[..., mine].contiguous()}
-    for key, value in full.items():
-        if torch.is_tensor(value) and value.dim() >= 2 and value.shape[:2] == (batch_size, length):
-            part[key] = cut_tensor(value, rank, size, _PADDING.get(key, 0))
-        elif key.endswith("mask") and _is_whole_mask(value, length):
-            part[key] = _pad_mask(value, length, padding)
-        elif torch.is_tensor(value) and length in value.shape and tuple(value.shape) != (batch_size,):
+    marked = _Marked(full, tokens, mine)
+
+    def cut_leaf(path, leaf):
+        if not torch.is_tensor(leaf):
+            return leaf
+        if leaf.dim() >= 2 and leaf.shape[:2] == (batch_size, length):
+            return cut_tensor(leaf, rank, size, _PADDING.get(path, 0))
+        if marked.by(leaf):
+            return marked.in_shard(path, leaf)
+        if length in leaf.shape and tuple(leaf.shape) != (batch_size,):
             raise ValueError(
-                f"{key!r} of shape {tuple(value.shape)} has a dimension as long as the row ({length}) but is "
-                f"not of shape ({batch_size}, {length}, ...), so it cannot be cut over {size} sequence ranks. "
-                "Reshape it to (batch, sequence, ...), or drop it."
+                f"{path!r} of shape {tuple(leaf.shape)} has a dimension as long as the row ({length}) but is not of shape "
+                f"({batch_size}, {length}, ...), so it cannot be cut over {size} sequence ranks. Reshape it to (batch, "
+                "sequence, ...), drop it, or train without sequence parallelism."
             )
+        return leaf
+
+    for key, value in full.items():
+        per_token = torch.is_tensor(value) and value.dim() >= 2 and value.shape[:2] == (batch_size, length)
+        if key.endswith("mask") and not per_token and _is_whole_mask(value, length):
+            part[key] = _pad_mask(value, length, padding)
         else:
-            part[key] = value
+            part[key] = tree_map(cut_leaf, value, key)
     return part, row
+
+
+class _Marked:
+    """What belongs to the positions that a boolean mask `(B, S)` or `(B, S, 1)` among the arguments marks: `(n, H)`, one
+    of `n` marked positions after the other, row by row, each as wide as an embedding."""
+
+    def __init__(self, arguments, tokens, mine):
+        shape, embeddings = tuple(tokens.shape[:2]), arguments.get("inputs_embeds")
+        self._width = embeddings.shape[-1] if torch.is_tensor(embeddings) else None
+        # Number of marked positions -> names of the masks, the mask, and which of the marked positions lie in this shard.
+        self._masks = {}
+        for key, mask in arguments.items():
+            if key == "attention_mask" or not torch.is_tensor(mask) or mask.dtype != torch.bool:
+                continue
+            if tuple(mask.shape) in (shape, (*shape, 1)):
+                mask, inside = mask.reshape(shape), torch.zeros(shape, dtype=torch.bool, device=mask.device)
+                inside[:, mine] = True
+                kept = inside[mask]
+                names, other, _ = self._masks.setdefault(len(kept), ([], mask, kept))
+                if not names or not torch.equal(mask, other):
+                    names.append(key)
+
+    def by(self, value) -> bool:
+        return value.dim() == 2 and len(value) in self._masks and self._width in (None, value.shape[1])
+
+    def in_shard(self, name, value):
+        names, _, kept = self._masks[len(value)]
+        if len(names) > 1:
+            raise ValueError(
+                f"{name!r} of shape {tuple(value.shape)} could belong to the positions that any of {sorted(names)} marks, so "
+                "there is no telling which shard needs what of it. Train without sequence parallelism."
+            )
+        return value[kept]
 
 
 def cut_tensor(tensor, rank: int, size: int, padding_value=0):
@@ -143,7 +189,8 @@ def _pad_mask(value, length, padding):
         return {key: None if item is None else _pad_mask(item, length, padding) for key, item in value.items()}
     if not padding:
         return value
-    hidden = torch.finfo(value.dtype).min if value.is_floating_point() else 0
+    # A query that sees only padding averages over every key of an additive mask: over the row's own, not over ours.
+    hidden = float("-inf") if value.is_floating_point() else 0
     value = torch.nn.functional.pad(value, (0, padding), value=hidden)
     if value.dim() == 4 and value.shape[-2] == length:
         value = torch.cat([value, value[..., -1:, :].expand(*value.shape[:-2], padding, -1)], dim=-2)
@@ -177,8 +224,8 @@ def _refuse(batch, length):
             continue
         if str(key).startswith(_OTHER_MODALITIES):
             raise ValueError(
-                f"Batch entry {key!r} holds images or audio: their tokens cannot be cut along the sequence yet. "
-                "Train on text only, or without sequence parallelism."
+                f"Batch entry {key!r} holds images or audio, which are merged with the text inside of the model: give the "
+                "attached model the whole batch, model(**batch), instead of shards."
             )
         if str(key).startswith("decoder_"):
             raise ValueError(

@@ -91,9 +91,8 @@ class Entrance:
         for name in _OF_THE_HEAD:
             arguments.pop(name, None)
         if forward.given is None:
-            for name, value in arguments.items():
-                if torch.is_tensor(value) and value.requires_grad and torch.is_grad_enabled():
-                    arguments[name] = with_whole_gradient(value, attachment.group)
+            if torch.is_grad_enabled():
+                arguments = {name: tree_map(self._with_whole_gradient, value) for name, value in arguments.items()}
             part, row = cut(arguments, attachment.rank, attachment.size, attachment.seq_length)
             for of_the_user in forward.tokens:
                 row.checksum = checksum(of_the_user, row.checksum)
@@ -122,6 +121,10 @@ class Entrance:
             self.streams.needed = draws(module)
         self.running.append((forward, hold(row)))
         return (), part
+
+    def _with_whole_gradient(self, path, value):
+        needs = torch.is_tensor(value) and value.requires_grad
+        return with_whole_gradient(value, self.attachment.group) if needs else value
 
     def leave(self, module, args, kwargs, output):
         if not self.running or (entered := self.running.pop()) is None:
@@ -198,6 +201,14 @@ def decoder_of(model):
         if has_layers and (found is not base or not _has_head(base)):
             return found
     return max(base.modules(), key=_size_of_layers)
+
+
+def towers_of(model, decoder):
+    """Name -> module of what has layers but lies outside of the decoder: image towers, which run on whole rows."""
+    inside, around = set(decoder.modules()), [m for m in model.modules() if decoder in set(m.modules())]
+    children = [(name, child) for name, child in model.named_modules() if child not in inside and child not in around]
+    outer = [(name, child) for name, child in children if model.get_submodule(name.rpartition(".")[0]) in around]
+    return {name: child for name, child in outer if any(isinstance(m, torch.nn.ModuleList) for m in child.modules())}
 
 
 def _has_head(model):

@@ -19,7 +19,7 @@ from .gather import gather_sequence
 from .lazy import whole_when_read
 from .loss import row_loss
 from .sequence import release
-from .trees import tree_map
+from .trees import leaves, tree_map
 
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 
@@ -125,9 +125,8 @@ def open_exit(attachment, forward, output):
     shard, batch_size = row.padded // attachment.size, row.position_ids.shape[-2]
     names = []
     for name in output.keys():
-        found = []
-        tree_map(lambda _, leaf: found.append(leaf), output[name])
-        if any(torch.is_tensor(leaf) and leaf.dim() >= 2 and leaf.shape[:2] == (batch_size, shard) for leaf in found):
+        parts = [leaf for leaf in leaves(output[name]) if torch.is_tensor(leaf) and leaf.dim() >= 2]
+        if any(leaf.shape[:2] == (batch_size, shard) for leaf in parts):
             names.append(name)
     if not names:
         return output

@@ -20,7 +20,8 @@ def gather_sequence(tensor, group, dim: int = 1, length: int | None = None):
         length (`int`, *optional*): cut the result to this length, to remove padding.
     """
     full = _Gather.apply(tensor, group, dim)
-    return full if length is None else full.narrow(dim, 0, length)
+    # Laid out as one process has it: heads and losses take views of what they get.
+    return (full if length is None else full.narrow(dim, 0, length)).contiguous()
 
 
 def with_whole_gradient(tensor, group):

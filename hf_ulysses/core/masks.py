@@ -59,7 +59,8 @@ def _by_documents(build, arguments, row):
     # Flash attention gets the boundaries themselves, flex makes a sparse mask, and eager's scores are S x S anyway.
     name, config = build.__name__, arguments["config"]
     if (
-        name not in CAUSAL_BUILDERS
+        _is_made(arguments.get("attention_mask"))
+        or name not in CAUSAL_BUILDERS
         or config._attn_implementation != "sdpa"
         or getattr(config, "is_causal", True) is False
     ):
@@ -101,6 +102,11 @@ def _by_documents(build, arguments, row):
     return documents_module.document_mask(blocks, row.padded, given[embeds].device, build_whole)
 
 
+def _is_made(mask):
+    """Whether the model made the mask of keys by queries before its decoder, where images see each other both ways, say."""
+    return torch.is_tensor(mask) and mask.dim() == 4
+
+
 def _block(document, build_one):
     here = slice(document.start, document.stop)
     return documents_module.Block(here, here, build_one(document.stop - document.start), causal=True)
@@ -123,8 +129,7 @@ def _widen(arguments, row, name):
     embeds = "inputs_embeds" if "inputs_embeds" in arguments else "input_embeds"
     local = arguments[embeds]
     arguments[embeds] = local.new_empty(1).expand(local.shape[0], row.padded, 1)
-    given = arguments.get("attention_mask")
-    if not (torch.is_tensor(given) and given.dim() == 4):
+    if not _is_made(arguments.get("attention_mask")):
         causal = "bidirectional" not in name and getattr(arguments["config"], "is_causal", True) is not False
         arguments["attention_mask"] = row.attention_mask if causal else row.padding_mask
     if torch.is_tensor(arguments.get("position_ids")):

@@ -93,7 +93,7 @@ def _parallelism(engine, sp, dp):
 
 def train(engine="plain", sp=1, dp=1, accumulation=1, batch=1, kind="trainer", optimizer="sgd", steps=STEPS,
           data=None, eval_data=None, model=None, before=None, after=None, environment=None, packed=False,
-          data_collator=None, resume=None, in_order=True, **arguments):  # fmt: skip
+          data_collator=None, resume=None, in_order=True, processing_class=None, **arguments):  # fmt: skip
     """Train and return `{"loss": [...], "grad_norm": [...], "parameters": flat tensor, "log": [...], "exchanges": int}`.
 
     Args:
@@ -101,6 +101,7 @@ def train(engine="plain", sp=1, dp=1, accumulation=1, batch=1, kind="trainer", o
         data (`list[dict]`, *optional*): rows; defaults to just enough rows with uneven targets for `steps` steps.
         before, after (`Callable`, *optional*): called with the trainer before and after it trains; what `after` returns
             is the result's "after".
+        processing_class (*optional*): of an SFTTrainer, for a `data` that is a dataset as it prepares them itself.
         environment (`dict`, *optional*): variables as a launcher sets them; then the engine comes from there.
     """
     import transformers
@@ -148,9 +149,9 @@ def train(engine="plain", sp=1, dp=1, accumulation=1, batch=1, kind="trainer", o
         trainer = SFTTrainer(
             model,
             config,
-            train_dataset=_dataset(data),
+            train_dataset=_dataset(data) if processing_class is None else data,
             eval_dataset=None if eval_data is None else _dataset(eval_data),
-            processing_class=_tokenizer(),
+            processing_class=processing_class or _tokenizer(),
             data_collator=data_collator,
         )
     else:

@@ -197,8 +197,8 @@ def test_the_type_of_the_batch_is_kept():
 ERRORS = {
     "no tokens": ({"prompt_ids": torch.ones(1, 4)}, r"neither `input_ids` nor `inputs_embeds`.*\['prompt_ids'\]"),
     "not a mapping": ((torch.ones(1, 4),), "not tuple"),
-    "images": (full_batch(1, 4, pixel_values=torch.ones(1, 3, 2, 2)), "'pixel_values' holds images or audio"),
-    "audio": (full_batch(1, 4, input_features=torch.ones(1, 4)), "'input_features' holds images or audio"),
+    "images": (full_batch(1, 4, pixel_values=torch.ones(1, 3, 2, 2)), "'pixel_values' holds images or audio, which"),
+    "audio": (full_batch(1, 4, input_features=torch.ones(1, 4)), "'input_features' holds images or audio, which"),
     "encoder-decoder": (full_batch(1, 4, decoder_input_ids=torch.ones(1, 4)), "'decoder_input_ids'.*encoder-decoder"),
     "4-D mask": (full_batch(1, 4, attention_mask=torch.ones(1, 1, 4, 4)), r"\(1, 1, 4, 4\).*2-D padding mask"),
     "labels per row": ({"input_ids": torch.ones(2, 4), "labels": torch.ones(2)}, r"labels of shape \(2,\)"),
