@@ -179,6 +179,11 @@ def wrap_prepare(original):
     return prepare
 
 
+def attach_prepared(accelerator, model, prepared) -> None:
+    """Attach `model`, which runs as `prepared`, and try it. Collective."""
+    _tried(accelerator, attach_model(accelerator, model), prepared)
+
+
 def _tried(accelerator, attachment, prepared):
     """Before the first step, and outside of any forward: a short row through the model as the engine runs it."""
     attachment.inside(prepared)

@@ -52,7 +52,7 @@ def check_model(model, sp_size: int) -> None:
 # Of TRL's trainers, those whose loss splits over shards; the others need whole rows, or build their model inputs from
 # other keys. By name, because their batches are only known when training starts; everybody's own trainers meet the
 # start-up check and `shard`'s refusals. BaseTrainer is the common base class, which computes no loss.
-_TRL_TRAINERS = ("SFTTrainer", "BaseTrainer")
+_TRL_TRAINERS = ("SFTTrainer", "BaseTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer")
 
 
 def check_trainer(trainer, counts_input_tokens: bool) -> None:

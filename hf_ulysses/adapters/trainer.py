@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from . import support
+from . import support, trl
 from .accelerate import attach_model, share_randomness, sp_group, view_of
 from .config import requested
 
@@ -26,6 +26,8 @@ def wrap_init(original):
             support.check_trainer(self, counts_input_tokens())
             support.check_model(self.model, view.sp_size)
             self.compute_loss = _among_replicas(self, self.compute_loss)
+            if trl.of_trl(self):
+                trl.attach_what_it_holds(self)
 
     return __init__
 
