@@ -58,17 +58,17 @@ def scores(num_labels=1, **overrides):
     return LlamaForSequenceClassification(config)
 
 
-def lora(model, *adapters):
-    """`model` with LoRA, whose weights are not zero, one adapter per name."""
-    from peft import LoraConfig, get_peft_model
+def lora_config():
+    from peft import LoraConfig
 
-    for name in adapters or ("default",):
-        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        if hasattr(model, "add_adapter") and hasattr(model, "peft_config"):
-            model.add_adapter(name, config)
-        else:
-            model = get_peft_model(model, config, adapter_name=name)
-    torch.manual_seed(1)
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def with_lora():
+    """An adapter that has been trained before: its weights are not zero."""
+    from peft import get_peft_model
+
+    model = get_peft_model(tiny_llama(), lora_config())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -93,14 +93,14 @@ def run(name, data, engine="plain", sp=1, dp=1, batch=2, model=tiny_llama, refer
     """Train with TRL's `name + "Trainer"` and return what it logged, did and has learnt.
 
     Args:
-        data, eval_data (`list[dict]`): rows as TRL takes them.
+        data, eval_data (`list[dict]` or `str`): rows as TRL takes them, or the folder that they were saved to.
         model, reference (`Callable`): make a model when called; `reference` makes the `ref_model`.
         after (`Callable`, *optional*): called with the trained trainer; what it returns is the result's "after".
     """
     import os
 
     import transformers
-    from datasets import Dataset
+    from datasets import Dataset, load_from_disk
 
     import hf_ulysses
 
@@ -134,16 +134,17 @@ def run(name, data, engine="plain", sp=1, dp=1, batch=2, model=tiny_llama, refer
     settings.update(arguments)
     if "deepspeed" in settings:
         settings["deepspeed"]["zero_allow_untested_optimizer"] = True
-    config = config_class(**settings)
-    fsdp_on_cpu(config)
     more = dict(trainer_arguments or {})
+    # Before the configuration: under ZeRO-3 weights are drawn in another order after it.
+    more["model"] = model()
     if reference is not None:
         more["ref_model"] = reference()
-    if data is not None:
-        more["train_dataset"] = Dataset.from_list(data)
-    if eval_data is not None:
-        more["eval_dataset"] = Dataset.from_list(eval_data)
-    trainer = trainer_class(model=model(), args=config, processing_class=tokenizer(padding_side, pad), **more)
+    config = config_class(**settings)
+    fsdp_on_cpu(config)
+    for which, rows in (("train_dataset", data), ("eval_dataset", eval_data)):
+        if rows is not None:
+            more[which] = load_from_disk(rows) if isinstance(rows, str) else Dataset.from_list(rows)
+    trainer = trainer_class(args=config, processing_class=tokenizer(padding_side, pad), **more)
     trainer._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(trainer.train_dataset)
     trainer.train()
     attachment = hf_ulysses.core.attachment.attachment_of(trainer.accelerator.unwrap_model(trainer.model))
