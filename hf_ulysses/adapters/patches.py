@@ -58,6 +58,12 @@ def _rows() -> list[Patch]:
             parameters=("dl", "model"),
         ),
         Patch(
+            "transformers.training_args:TrainingArguments.__post_init__",
+            trainer.wrap_arguments,
+            why="refuses TRL's trainers that cannot be exact before they load a model, also with the layout of a YAML",
+            until=_NATIVE,
+        ),
+        Patch(
             "transformers.trainer:Trainer.__init__",
             trainer.wrap_init,
             why="refuses trainers and models that cannot be exact, when they are built; lets losses see replicas, not ranks",

@@ -17,6 +17,16 @@ def view_of_trainer(trainer):
     return view_of(getattr(trainer, "accelerator", None))
 
 
+def wrap_arguments(original):
+    @functools.wraps(original)
+    def __post_init__(self, *args, **kwargs):
+        if requested(self.parallelism_config) is not None:
+            support.check_arguments(self)
+        original(self, *args, **kwargs)
+
+    return __post_init__
+
+
 def wrap_init(original):
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):

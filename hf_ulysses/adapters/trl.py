@@ -12,7 +12,7 @@ from ..core.attachment import attachment_of
 from .accelerate import attach_prepared
 
 # The methods in which a trainer runs models; those that it has.
-_RUN_MODELS = ("compute_loss", "compute_ref_log_probs")
+_RUN_MODELS = ("training_step", "prediction_step", "compute_loss", "compute_ref_log_probs")
 
 
 def of_trl(trainer) -> bool:

@@ -57,10 +57,10 @@ def test_dpo(ranks, engine, dp):
     assert any("eval_rewards/margins" in entry for entry in expected["log"])
 
 
-def exchanges_of_reference(trainer):
+def exchanges_of_reference(trainer, name="ref_model"):
     from hf_ulysses.core.attachment import attachment_of
 
-    attachment = attachment_of(trainer.accelerator.unwrap_model(trainer.ref_model))
+    attachment = attachment_of(trainer.accelerator.unwrap_model(getattr(trainer, name)))
     return None if attachment is None else attachment.exchanges
 
 

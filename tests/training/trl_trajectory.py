@@ -18,7 +18,10 @@ def tokenizer(padding_side="right", pad="<0>"):
 
     words = Tokenizer(models.WordLevel({f"<{n}>": n for n in range(VOCAB)}, unk_token="<0>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=pad, eos_token="<1>", padding_side=padding_side)
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token=pad, eos_token="<1>", padding_side=padding_side, chat_template=template
+    )
 
 
 def text(length, generator):
@@ -89,12 +92,13 @@ def class_of(name):
 
 
 def run(name, data, engine="plain", sp=1, dp=1, batch=2, model=tiny_llama, reference=None, eval_data=None, steps=STEPS,
-        padding_side="right", pad="<0>", after=None, environment=None, trainer_arguments=None, **arguments):  # fmt: skip
+        padding_side="right", pad="<0>", after=None, environment=None, trainer_arguments=None, models=None, **arguments):  # fmt: skip
     """Train with TRL's `name + "Trainer"` and return what it logged, did and has learnt.
 
     Args:
         data, eval_data (`list[dict]` or `str`): rows as TRL takes them, or the folder that they were saved to.
         model, reference (`Callable`): make a model when called; `reference` makes the `ref_model`.
+        models (`Callable`, *optional*): makes other models, by the names of the trainer's arguments.
         after (`Callable`, *optional*): called with the trained trainer; what it returns is the result's "after".
     """
     import os
@@ -139,6 +143,7 @@ def run(name, data, engine="plain", sp=1, dp=1, batch=2, model=tiny_llama, refer
     more["model"] = model()
     if reference is not None:
         more["ref_model"] = reference()
+    more.update({} if models is None else models())
     config = config_class(**settings)
     fsdp_on_cpu(config)
     for which, rows in (("train_dataset", data), ("eval_dataset", eval_data)):
