@@ -280,15 +280,17 @@ def wrap_gather_for_metrics(original):
         view = view_of(self)
         if view is None:
             return original(self, input_data, *args, **kwargs)
-        with _overridden(self, "gather", lambda tensor: _of_each_group(self, view.sp_size, tensor)):
+        with _overridden(self, "gather", lambda tensor: of_each_group(self, tensor)):
             return original(self, input_data, *args, **kwargs)
 
     return gather_for_metrics
 
 
-def _of_each_group(accelerator, sp_size, nested):
+def of_each_group(accelerator, nested):
     """`accelerator.gather`, with what the ranks of a sequence-parallel group have alike taken once."""
     from accelerate.utils.operations import recursively_apply
+
+    sp_size = view_of(accelerator).sp_size
 
     def first_of_group(tensor):
         return tensor.unflatten(0, (accelerator.num_processes // sp_size, sp_size, -1))[:, 0].flatten(0, 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from . import support, trl
-from .accelerate import attach_model, share_randomness, sp_group, view_of
+from .accelerate import attach_model, of_each_group, share_randomness, sp_group, view_of
 from .config import requested
 
 
@@ -139,6 +139,8 @@ def wrap_evaluation_loop(original):
         asked = signature.bind(self, *args, **kwargs).arguments.get("prediction_loss_only")
         attachment = attach_model(self.accelerator, self.model)
         attachment.loss_only = self.args.prediction_loss_only if asked is None else asked
+        if getattr(self, "gather_function", None) == self.accelerator.gather:  # Seq2SeqTrainer's way to drop no row.
+            self.gather_function = functools.partial(of_each_group, self.accelerator)
         try:
             return original(self, *args, **kwargs)
         finally:

@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from transformers.modeling_outputs import TokenClassifierOutput
 
 from .test_preferences import PARAMETERS
 from .trajectory import LENGTH, tiny_llama, train
@@ -16,7 +17,7 @@ def model_for(task, **settings):
     import transformers
 
     config = copy.deepcopy(tiny_llama().config)
-    config.update({"num_labels": 3, "pad_token_id": 0, **settings})
+    config.update({"num_labels": 3, "pad_token_id": 0, "classifier_dropout": 0.0, **settings})
     torch.manual_seed(0)
     return getattr(transformers, f"LlamaFor{task}")(config)
 
@@ -59,7 +60,9 @@ class ValueHead(torch.nn.Module):
         values = self.value(out.hidden_states[-1]).squeeze(-1)
         returns = values.detach().flip(1) * 0.9 + 0.1
         kl = out.logits.logsumexp(-1).mean()
-        return {"loss": ((values - returns) ** 2)[attention_mask.bool()].mean() + 0.01 * kl, "values": values}
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        loss = ((values - returns) ** 2)[mask.bool()].mean() + 0.01 * kl
+        return TokenClassifierOutput(loss=loss, logits=values)
 
 
 def train_head(task, **settings):
