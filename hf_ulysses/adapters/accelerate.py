@@ -16,6 +16,7 @@ import numpy
 import torch
 
 from ..core.attachment import Attachment, attach, attachment_of
+from ..core.randomness import random_states, set_random_states
 from ..memory import switch_on
 from .config import StateView, requested, upstream_backends
 from ..core.cut import shard_batch
@@ -35,11 +36,11 @@ def sp_group(accelerator):
 
 def share_randomness(group) -> None:
     """Give all ranks of `group` the random states of its first one, which data pipelines draw from. Collective."""
-    states = [random.getstate(), numpy.random.get_state(), torch.get_rng_state()]
+    states = [random.getstate(), numpy.random.get_state(), random_states()]
     torch.distributed.broadcast_object_list(states, group=group, group_src=0)
     random.setstate(states[0])
     numpy.random.set_state(states[1])
-    torch.set_rng_state(states[2])
+    set_random_states(states[2])
 
 
 def attach_model(accelerator, model) -> Attachment:
@@ -311,7 +312,8 @@ def _overridden(instance, name, function):
 # -- deepspeed.utils.groups and torch.distributed.nn, which documented training loops call -------------------------------
 
 
-def _shared_sp_group():
+def shared_sp_group():
+    """The sequence-parallel group of this process's accelerators, `None` without."""
     from accelerate.state import AcceleratorState
 
     state = AcceleratorState._shared_state
@@ -324,7 +326,7 @@ def _answer(original, value_of_group):
     @functools.wraps(original)
     def getter():
         # `None` too while the engine is built (`_hidden`): DeepSpeed itself must go on believing in plain ZeRO.
-        group = _shared_sp_group()
+        group = shared_sp_group()
         return original() if group is None else value_of_group(group)
 
     return getter

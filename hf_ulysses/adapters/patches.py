@@ -9,6 +9,7 @@ import importlib.util
 
 from . import accelerate
 from . import trainer
+from . import trl
 from .patching import Patch, Patches
 
 _NATIVE = "accelerate, transformers and trl shard batches and attend through hf_ulysses' engine themselves"
@@ -143,6 +144,52 @@ def _rows() -> list[Patch]:
                 parameters=("deepspeed_engine", "checkpoint_path"),
             ),
         ]
+    if importlib.util.find_spec("trl") is not None:
+        rows += _rows_of_trl()
+    return rows
+
+
+def _rows_of_trl() -> list[Patch]:
+    rows = []
+    for name in ("grpo", "rloo"):
+        module = f"trl.trainer.{name}_trainer"
+        rows += [
+            Patch(
+                f"trl.trainer.{name}_config:{name.upper()}Config.__post_init__",
+                trl.wrap_config,
+                why="refuses sequence parallelism; counts all ranks in the size of a generation batch: prompts are skipped",
+                until=_NATIVE,
+            ),
+            Patch(
+                f"{module}:set_seed",
+                trl.wrap_set_seed,
+                why="seeds ranks by their index: peers would generate and shuffle differently",
+                until="seeds are by data-parallel rank",
+                parameters=("seed", "device_specific"),
+            ),
+            Patch(
+                f"{module}:gather",
+                trl.wrap_gather,
+                why="gathers rewards from all ranks: a group of generations would hold copies",
+                until="what is gathered is taken from data-parallel ranks",
+            ),
+            Patch(
+                f"{module}:gather_object",
+                trl.wrap_gather_object,
+                why="the table of completions would hold each as often as there are peers",
+                until="what is gathered is taken from data-parallel ranks",
+                parameters=("object",),
+            ),
+        ]
+    rows.append(
+        Patch(
+            "trl.generation.vllm_generation:gather_object",
+            trl.wrap_gather_object,
+            why="a server would be asked for each completion as often as there are peers",
+            until="what is gathered is taken from data-parallel ranks",
+            parameters=("object",),
+        )
+    )
     return rows
 
 

@@ -72,11 +72,26 @@ def check_arguments(args) -> None:
             f"{name} is not supported with sequence parallelism: it makes its batches by itself, and each rank of a "
             "sequence-parallel group would make others. Set sp_size=1, or remove the parallelism config."
         )
+    if getattr(args, "use_vllm", False) and (args.vllm_mode != "server" or not hasattr(args, "steps_per_generation")):
+        raise ValueError(
+            f"{type(args).__name__}(use_vllm=True, vllm_mode={args.vllm_mode!r}) is not supported with sequence parallelism: "
+            "each rank would ask for other completions. GRPO, RLOO and GMPO can ask a server (vllm_mode='server'); all can "
+            "generate with transformers (use_vllm=False)."
+        )
+    for name in ("use_transformers_continuous_batching", "use_transformers_paged"):
+        if getattr(args, name, False):
+            raise ValueError(f"{name}=True is not supported with sequence parallelism: set it to False.")
 
 
 def check_trainer(trainer, counts_input_tokens: bool) -> None:
     """Refuse a trainer that cannot be exact. Raises `ValueError`; no communication."""
     check_arguments(trainer)
+    for name in ("tools", "environment_factories"):
+        if getattr(trainer, name, None):
+            raise ValueError(
+                f"{type(trainer).__name__} with {name} is not supported with sequence parallelism: every rank of a group would "
+                "act on them. Use a rollout_func, whose result on the group's first rank is taken, or set sp_size=1."
+            )
     if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
         raise ValueError(
             f"{type(trainer.model).__name__} was sharded while it was loaded (distributed_config): transformers then reduces "

@@ -11,6 +11,7 @@ import torch
 from . import support, trl
 from .accelerate import attach_model, of_each_group, share_randomness, sp_group, view_of
 from .config import requested
+from .replicas import among_replicas
 
 
 def view_of_trainer(trainer):
@@ -35,37 +36,11 @@ def wrap_init(original):
         if view is not None:
             support.check_trainer(self, counts_input_tokens())
             support.check_model(self.model, view.sp_size)
-            self.compute_loss = _among_replicas(self, self.compute_loss)
-            if trl.of_trl(self):
-                trl.attach_what_it_holds(self)
+            # It may multiply by the number of processes, as the Trainer's own does, or not.
+            self.compute_loss = among_replicas(self, self.compute_loss)
+            trl.adopt(self)
 
     return __init__
-
-
-def _among_replicas(trainer, compute_loss):
-    """A loss sees as many processes as there are data-parallel ranks: it may multiply by their number, as the Trainer's own
-    does, or not, and is right as it would be without sequence parallelism. Shadows the method, whoever has overridden it."""
-
-    @functools.wraps(compute_loss)
-    def compute_loss_of_rows(*args, **kwargs):
-        accelerator = trainer.accelerator
-        trainer.accelerator = _Replicas(accelerator, accelerator.num_processes // view_of(accelerator).sp_size)
-        try:
-            return compute_loss(*args, **kwargs)
-        finally:
-            trainer.accelerator = accelerator
-
-    return compute_loss_of_rows
-
-
-class _Replicas:
-    """An accelerator with the number of data-parallel ranks as `num_processes`; everything else is the accelerator's."""
-
-    def __init__(self, accelerator, num_processes):
-        self.__dict__.update(_accelerator=accelerator, num_processes=num_processes)
-
-    def __getattr__(self, name):
-        return getattr(self._accelerator, name)
 
 
 def wrap_count(original):

@@ -150,7 +150,8 @@ def run(name, data, engine="plain", sp=1, dp=1, batch=2, model=tiny_llama, refer
         if rows is not None:
             more[which] = load_from_disk(rows) if isinstance(rows, str) else Dataset.from_list(rows)
     trainer = trainer_class(args=config, processing_class=tokenizer(padding_side, pad), **more)
-    trainer._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(trainer.train_dataset)
+    if not hasattr(trainer, "_calculate_rewards"):  # Those that generate have a sampler of their own.
+        trainer._get_train_sampler = lambda _=None: torch.utils.data.SequentialSampler(trainer.train_dataset)
     trainer.train()
     attachment = hf_ulysses.core.attachment.attachment_of(trainer.accelerator.unwrap_model(trainer.model))
     return {
