@@ -29,6 +29,9 @@ def assert_same(result, expected):
     assert [set(entry) for entry in result["log"]] == [set(entry) for entry in expected["log"]]
     for entry, wanted in zip(result["log"], expected["log"]):
         for key, value in wanted.items():
+            if value is None:
+                assert entry[key] is None, key
+                continue
             assert entry[key] == pytest.approx(value, rel=RELATIVE, abs=ABSOLUTE, nan_ok=True), (wanted["step"], key)
     assert result["state"] == expected["state"]
     assert (result["parameters"] - expected["parameters"]).abs().max() < PARAMETERS

@@ -166,6 +166,7 @@ EXACT = {
     "SFTTrainer": "test_trajectories", "DPOTrainer": "test_preferences", "KTOTrainer": "test_preferences",
     "RewardTrainer": "test_preferences", "CPOTrainer": "test_whole_logits", "ORPOTrainer": "test_whole_logits",
     "TPOTrainer": "test_whole_logits", "GKDTrainer": "test_whole_logits", "OnlineDPOTrainer": "test_whole_logits",
+    "GRPOTrainer": "test_generation", "RLOOTrainer": "test_generation", "GMPOTrainer": "test_generation",
 }  # fmt: skip
 
 
