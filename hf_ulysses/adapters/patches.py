@@ -150,46 +150,39 @@ def _rows() -> list[Patch]:
 
 
 def _rows_of_trl() -> list[Patch]:
-    rows = []
-    for name in ("grpo", "rloo"):
-        module = f"trl.trainer.{name}_trainer"
+    once = "what is gathered is taken from data-parallel ranks"
+    rows, askers = [], []
+    for config, module in (
+        ("trl.trainer.grpo_config:GRPOConfig", "trl.trainer.grpo_trainer:"),
+        ("trl.trainer.rloo_config:RLOOConfig", "trl.trainer.rloo_trainer:"),
+    ):
         rows += [
             Patch(
-                f"trl.trainer.{name}_config:{name.upper()}Config.__post_init__",
+                config + ".__post_init__",
                 trl.wrap_config,
                 why="refuses sequence parallelism; counts all ranks in the size of a generation batch: prompts are skipped",
                 until=_NATIVE,
             ),
             Patch(
-                f"{module}:set_seed",
+                module + "set_seed",
                 trl.wrap_set_seed,
                 why="seeds ranks by their index: peers would generate and shuffle differently",
                 until="seeds are by data-parallel rank",
                 parameters=("seed", "device_specific"),
             ),
             Patch(
-                f"{module}:gather",
+                module + "gather",
                 trl.wrap_gather,
                 why="gathers rewards from all ranks: a group of generations would hold copies",
-                until="what is gathered is taken from data-parallel ranks",
-            ),
-            Patch(
-                f"{module}:gather_object",
-                trl.wrap_gather_object,
-                why="the table of completions would hold each as often as there are peers",
-                until="what is gathered is taken from data-parallel ranks",
-                parameters=("object",),
+                until=once,
             ),
         ]
-    rows.append(
-        Patch(
-            "trl.generation.vllm_generation:gather_object",
-            trl.wrap_gather_object,
-            why="a server would be asked for each completion as often as there are peers",
-            until="what is gathered is taken from data-parallel ranks",
-            parameters=("object",),
-        )
-    )
+        askers.append((module, "the table of completions would hold each as often as there are peers"))
+    # Older versions ask the server in the trainers' own modules.
+    if importlib.util.find_spec("trl.generation") is not None:
+        askers.append(("trl.generation.vllm_generation:", "a server would be asked as often as there are peers"))
+    for module, why in askers:
+        rows.append(Patch(module + "gather_object", trl.wrap_gather_object, why, once, parameters=("object",)))
     return rows
 
 

@@ -53,11 +53,20 @@ NAMES = {
     "_validate_accelerator": lambda: parameters(ParallelismConfig._validate_accelerator) == ["self", "accelerator"],
     # deepspeed: `deepspeed.utils.groups:_get_sequence_parallel_` + group, rank, world_size
     "_get_sequence_parallel_": lambda: all(callable(getattr(groups(), "_get_sequence_parallel_" + of)) for of in GETTERS),
+    # trl: the trainers that generate
+    "_calculate_rewards": lambda: all(callable(vars(trainer)["_calculate_rewards"]) for trainer in generating()),
+    "_generate": lambda: all(parameters(trainer._generate) == ["self", "prompts"] for trainer in generating()),
+    "_generate_single_turn": lambda: all(callable(vars(trainer)["_generate_single_turn"]) for trainer in generating()),
     # Python
     "_fields": lambda: collections.namedtuple("Pair", "a b")._fields == ("a", "b"),
     "_reconstructor": lambda: callable(copyreg._reconstructor),
 }
 GETTERS = ("group", "rank", "world_size")
+
+
+def generating():
+    trl = pytest.importorskip("trl")
+    return trl.GRPOTrainer, trl.RLOOTrainer
 
 
 def _track(self, inputs):
