@@ -51,8 +51,9 @@ def check_model(model, sp_size: int) -> None:
 
 # TRL's trainers that make their own batches, by loaders, packers or calls of the backbone that nothing here knows, and those
 # that generate through other processes. By name: their batches are only known when they train. All others are given whole
-# rows and are what they are without sequence parallelism.
+# rows and are what they are without sequence parallelism. The last five are of older versions only.
 _OWN_BATCHES = ("Distillation", "ServerDistillation", "GOLD", "SDPO", "SDFT", "A2PO", "IWOPD")
+_OWN_BATCHES += ("PPO", "PRM", "BCO", "NashMD", "XPO")
 
 
 def _refused_by_name(cls) -> str | None:

@@ -60,6 +60,7 @@ class Attachment:
         split (`list[str]`): modules that mix positions by themselves and exchange inside (see mixers.py).
         splits_loss (`bool`): whether the head scores shards, or is given whole rows (exits.py).
         loss_only (`bool`): set while nobody wants more of an output than its loss; logits are then read by name only.
+        head_is_whole (`bool`): whether a head that could score shards was given whole rows to learn from, for its logits.
         under_engine (`bool`): whether all ranks train this model together, data-parallel ones too.
     """
 
@@ -69,7 +70,7 @@ class Attachment:
         self.seq_length, self.under_engine = seq_length, under_engine
         self.exchanges = self.direct_calls = self.calls_on_whole_row = 0
         self.gathered, self.split = [], []
-        self.loss_only = False
+        self.loss_only = self.head_is_whole = False
         self.forward = None
         self.peers = Peers(group)
         self._discovered = self.size == 1 or not trial

@@ -4,7 +4,7 @@ import pytest
 
 from .test_preferences import assert_exact, exchanges_of_reference, other_llama
 from .trajectory import VOCAB, tiny_llama
-from .trl_trajectory import preferences
+from .trl_trajectory import preferences, run
 
 ENGINES = ["ddp", "zero3", "fsdp2"]
 
@@ -12,6 +12,21 @@ ENGINES = ["ddp", "zero3", "fsdp2"]
 @pytest.mark.parametrize("engine", ENGINES)
 def test_cpo(ranks, engine):
     assert_exact(ranks, "CPO", preferences(6), engine, eval_data=preferences(3, seed=2), beta=0.5)
+
+
+def said(**settings):
+    import contextlib
+    import io
+
+    with contextlib.redirect_stderr(io.StringIO()) as log:
+        run("CPO", preferences(2), engine="ddp", sp=2, steps=1)
+        run("DPO", preferences(2), engine="ddp", sp=2, steps=1, reference=tiny_llama)
+    return log.getvalue()
+
+
+def test_the_log_says_that_the_head_is_whole(ranks):
+    log, _ = ranks(2).run(said)
+    assert "CPOTrainer reads whole logits: its output head is not sharded" in log and "DPOTrainer reads" not in log
 
 
 def test_orpo(ranks):
