@@ -16,6 +16,7 @@ import numpy
 import torch
 
 from ..core.attachment import Attachment, attach, attachment_of
+from ..core.randomness import random_states, set_random_states
 from ..memory import switch_on
 from .config import StateView, requested, upstream_backends
 from ..core.cut import shard_batch
@@ -35,11 +36,11 @@ def sp_group(accelerator):
 
 def share_randomness(group) -> None:
     """Give all ranks of `group` the random states of its first one, which data pipelines draw from. Collective."""
-    states = [random.getstate(), numpy.random.get_state(), torch.get_rng_state()]
+    states = [random.getstate(), numpy.random.get_state(), random_states()]
     torch.distributed.broadcast_object_list(states, group=group, group_src=0)
     random.setstate(states[0])
     numpy.random.set_state(states[1])
-    torch.set_rng_state(states[2])
+    set_random_states(states[2])
 
 
 def attach_model(accelerator, model) -> Attachment:
@@ -184,6 +185,11 @@ def wrap_prepare(original):
     return prepare
 
 
+def attach_prepared(accelerator, model, prepared) -> None:
+    """Attach `model`, which runs as `prepared`, and try it. Collective."""
+    _tried(accelerator, attach_model(accelerator, model), prepared)
+
+
 def _tried(accelerator, attachment, prepared):
     """Before the first step, and outside of any forward: a short row through the model as the engine runs it."""
     attachment.inside(prepared)
@@ -280,15 +286,17 @@ def wrap_gather_for_metrics(original):
         view = view_of(self)
         if view is None:
             return original(self, input_data, *args, **kwargs)
-        with _overridden(self, "gather", lambda tensor: _of_each_group(self, view.sp_size, tensor)):
+        with _overridden(self, "gather", lambda tensor: of_each_group(self, tensor)):
             return original(self, input_data, *args, **kwargs)
 
     return gather_for_metrics
 
 
-def _of_each_group(accelerator, sp_size, nested):
+def of_each_group(accelerator, nested):
     """`accelerator.gather`, with what the ranks of a sequence-parallel group have alike taken once."""
     from accelerate.utils.operations import recursively_apply
+
+    sp_size = view_of(accelerator).sp_size
 
     def first_of_group(tensor):
         return tensor.unflatten(0, (accelerator.num_processes // sp_size, sp_size, -1))[:, 0].flatten(0, 1)
@@ -309,7 +317,8 @@ def _overridden(instance, name, function):
 # -- deepspeed.utils.groups and torch.distributed.nn, which documented training loops call -------------------------------
 
 
-def _shared_sp_group():
+def shared_sp_group():
+    """The sequence-parallel group of this process's accelerators, `None` without."""
     from accelerate.state import AcceleratorState
 
     state = AcceleratorState._shared_state
@@ -322,7 +331,7 @@ def _answer(original, value_of_group):
     @functools.wraps(original)
     def getter():
         # `None` too while the engine is built (`_hidden`): DeepSpeed itself must go on believing in plain ZeRO.
-        group = _shared_sp_group()
+        group = shared_sp_group()
         return original() if group is None else value_of_group(group)
 
     return getter

@@ -9,6 +9,7 @@ import importlib.util
 
 from . import accelerate
 from . import trainer
+from . import trl
 from .patching import Patch, Patches
 
 _NATIVE = "accelerate, transformers and trl shard batches and attend through hf_ulysses' engine themselves"
@@ -56,6 +57,12 @@ def _rows() -> list[Patch]:
             why="documented as callable; upstream's adapter on top of peers with equal rows would be wrong",
             until=_NATIVE,
             parameters=("dl", "model"),
+        ),
+        Patch(
+            "transformers.training_args:TrainingArguments.__post_init__",
+            trainer.wrap_arguments,
+            why="refuses TRL's trainers that cannot be exact before they load a model, also with the layout of a YAML",
+            until=_NATIVE,
         ),
         Patch(
             "transformers.trainer:Trainer.__init__",
@@ -137,6 +144,45 @@ def _rows() -> list[Patch]:
                 parameters=("deepspeed_engine", "checkpoint_path"),
             ),
         ]
+    if importlib.util.find_spec("trl") is not None:
+        rows += _rows_of_trl()
+    return rows
+
+
+def _rows_of_trl() -> list[Patch]:
+    once = "what is gathered is taken from data-parallel ranks"
+    rows, askers = [], []
+    for config, module in (
+        ("trl.trainer.grpo_config:GRPOConfig", "trl.trainer.grpo_trainer:"),
+        ("trl.trainer.rloo_config:RLOOConfig", "trl.trainer.rloo_trainer:"),
+    ):
+        rows += [
+            Patch(
+                config + ".__post_init__",
+                trl.wrap_config,
+                why="refuses sequence parallelism; counts all ranks in the size of a generation batch: prompts are skipped",
+                until=_NATIVE,
+            ),
+            Patch(
+                module + "set_seed",
+                trl.wrap_set_seed,
+                why="seeds ranks by their index: peers would generate and shuffle differently",
+                until="seeds are by data-parallel rank",
+                parameters=("seed", "device_specific"),
+            ),
+            Patch(
+                module + "gather",
+                trl.wrap_gather,
+                why="gathers rewards from all ranks: a group of generations would hold copies",
+                until=once,
+            ),
+        ]
+        askers.append((module, "the table of completions would hold each as often as there are peers"))
+    # Older versions ask the server in the trainers' own modules.
+    if importlib.util.find_spec("trl.generation") is not None:
+        askers.append(("trl.generation.vllm_generation:", "a server would be asked as often as there are peers"))
+    for module, why in askers:
+        rows.append(Patch(module + "gather_object", trl.wrap_gather_object, why, once, parameters=("object",)))
     return rows
 
 

@@ -49,25 +49,49 @@ def check_model(model, sp_size: int) -> None:
             )
 
 
-# Of TRL's trainers, those whose loss splits over shards; the others need whole rows, or build their model inputs from
-# other keys. By name, because their batches are only known when training starts; everybody's own trainers meet the
-# start-up check and `shard`'s refusals. BaseTrainer is the common base class, which computes no loss.
-_TRL_TRAINERS = ("SFTTrainer", "BaseTrainer")
+# TRL's trainers that make their own batches, by loaders, packers or calls of the backbone that nothing here knows, and those
+# that generate through other processes. By name: their batches are only known when they train. All others are given whole
+# rows and are what they are without sequence parallelism. The last five are of older versions only.
+_OWN_BATCHES = ("Distillation", "ServerDistillation", "GOLD", "SDPO", "SDFT", "A2PO", "IWOPD")
+_OWN_BATCHES += ("PPO", "PRM", "BCO", "NashMD", "XPO")
+
+
+def _refused_by_name(cls) -> str | None:
+    """The name of the trainer of TRL that `cls`, it or its configuration, belongs to, if it is refused."""
+    for base in cls.__mro__:
+        name = base.__name__.removesuffix("Config").removesuffix("Trainer")
+        if base.__module__.partition(".")[0] == "trl" and (name in _OWN_BATCHES or name.startswith("Async")):
+            return f"{name}Trainer"
+    return None
+
+
+def check_arguments(args) -> None:
+    """Refuse, before a model is loaded, what the training arguments already say. Raises `ValueError`; no communication."""
+    name = _refused_by_name(type(args))
+    if name is not None:
+        raise ValueError(
+            f"{name} is not supported with sequence parallelism: it makes its batches by itself, and each rank of a "
+            "sequence-parallel group would make others. Set sp_size=1, or remove the parallelism config."
+        )
+    if getattr(args, "use_vllm", False) and (args.vllm_mode != "server" or not hasattr(args, "steps_per_generation")):
+        raise ValueError(
+            f"{type(args).__name__}(use_vllm=True, vllm_mode={args.vllm_mode!r}) is not supported with sequence parallelism: "
+            "each rank would ask for other completions. GRPO, RLOO and GMPO can ask a server (vllm_mode='server'); all can "
+            "generate with transformers (use_vllm=False)."
+        )
+    for name in ("use_transformers_continuous_batching", "use_transformers_paged"):
+        if getattr(args, name, False):
+            raise ValueError(f"{name}=True is not supported with sequence parallelism: set it to False.")
 
 
 def check_trainer(trainer, counts_input_tokens: bool) -> None:
-    """Refuse a trainer whose loss cannot be computed from shards. Raises `ValueError`; no communication."""
-    for cls in type(trainer).__mro__:
-        package = cls.__module__.partition(".")[0]
-        if package == "trl" and cls.__name__.endswith("Trainer") and not cls.__name__.startswith("_"):
-            if cls.__name__ not in _TRL_TRAINERS:
-                raise ValueError(
-                    f"{cls.__name__} is not supported with sequence parallelism: its loss needs whole rows. Supported of "
-                    "TRL: SFTTrainer. Set sp_size=1, or remove the parallelism config."
-                )
-        if cls.__name__ == "Seq2SeqTrainer" and package == "transformers":
+    """Refuse a trainer that cannot be exact. Raises `ValueError`; no communication."""
+    check_arguments(trainer)
+    for name in ("tools", "environment_factories"):
+        if getattr(trainer, name, None):
             raise ValueError(
-                "Seq2SeqTrainer is not supported with sequence parallelism: it generates from whole rows in evaluation."
+                f"{type(trainer).__name__} with {name} is not supported with sequence parallelism: every rank of a group would "
+                "act on them. Use a rollout_func, whose result on the group's first rank is taken, or set sp_size=1."
             )
     if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
         raise ValueError(

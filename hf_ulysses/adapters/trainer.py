@@ -10,13 +10,24 @@ from pathlib import Path
 import torch
 
 from ..core import declared
-from . import support
-from .accelerate import attach_model, share_randomness, sp_group, view_of
+from . import support, trl
+from .accelerate import attach_model, of_each_group, share_randomness, sp_group, view_of
 from .config import requested
+from .replicas import among_replicas
 
 
 def view_of_trainer(trainer):
     return view_of(getattr(trainer, "accelerator", None))
+
+
+def wrap_arguments(original):
+    @functools.wraps(original)
+    def __post_init__(self, *args, **kwargs):
+        if requested(self.parallelism_config) is not None:
+            support.check_arguments(self)
+        original(self, *args, **kwargs)
+
+    return __post_init__
 
 
 def wrap_init(original):
@@ -27,41 +38,35 @@ def wrap_init(original):
         if view is not None:
             support.check_trainer(self, counts_input_tokens())
             support.check_model(self.model, view.sp_size)
-            self.compute_loss = _among_replicas(self, self.compute_loss)
+            # It may multiply by the number of processes, as the Trainer's own does, or not.
+            self.compute_loss = _with_declared_loss(self, among_replicas(self, self.compute_loss))
+            trl.adopt(self)
 
     return __init__
 
 
-def _among_replicas(trainer, compute_loss):
-    """A loss sees as many processes as there are data-parallel ranks: it may multiply by their number, as the Trainer's own
-    does, or not, and is right as it would be without sequence parallelism. Shadows the method, whoever has overridden it."""
-
-    is_upstreams = type(trainer).compute_loss.__module__ == "transformers.trainer"
+def _with_declared_loss(trainer, compute_loss):
+    """`compute_loss`, with a declared loss (core/declared.py), or the Trainer's label smoothing, computed on shards."""
 
     @functools.wraps(compute_loss)
-    def compute_loss_of_rows(*args, **kwargs):
-        accelerator = trainer.accelerator
-        trainer.accelerator = _Replicas(accelerator, accelerator.num_processes // view_of(accelerator).sp_size)
-        try:
-            with _declared(trainer, accelerator, is_upstreams):
-                return compute_loss(*args, **kwargs)
-        finally:
-            trainer.accelerator = accelerator
+    def compute_declared_loss(*args, **kwargs):
+        with _declared(trainer):
+            return compute_loss(*args, **kwargs)
 
-    return compute_loss_of_rows
+    return compute_declared_loss
 
 
 @contextmanager
-def _declared(trainer, accelerator, is_upstreams):
-    """Inside, a declared loss (core/declared.py), or the Trainer's label smoothing, is computed on shards."""
+def _declared(trainer):
     function = trainer.compute_loss_func
     if function is None and trainer.label_smoother is not None and _shifts(trainer):
         smoother = trainer.label_smoother
         function = declared.sums_over_tokens(lambda outputs, labels, **kwargs: smoother(outputs, labels, **kwargs))
+    is_upstreams = type(trainer).compute_loss.__module__ == "transformers.trainer"
     if not is_upstreams or not declared.is_declared(function):
         yield
         return
-    attachment = attach_model(accelerator, trainer.model)
+    attachment = attach_model(trainer.accelerator, trainer.model)
     if not attachment.splits_loss:
         yield  # A head that needs whole rows gives whole rows.
         return
@@ -81,16 +86,6 @@ def _shifts(trainer) -> bool:
 
     model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
     return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-
-
-class _Replicas:
-    """An accelerator with the number of data-parallel ranks as `num_processes`; everything else is the accelerator's."""
-
-    def __init__(self, accelerator, num_processes):
-        self.__dict__.update(_accelerator=accelerator, num_processes=num_processes)
-
-    def __getattr__(self, name):
-        return getattr(self._accelerator, name)
 
 
 def wrap_count(original):
@@ -164,6 +159,8 @@ def wrap_evaluation_loop(original):
         asked = signature.bind(self, *args, **kwargs).arguments.get("prediction_loss_only")
         attachment = attach_model(self.accelerator, self.model)
         attachment.loss_only = self.args.prediction_loss_only if asked is None else asked
+        if getattr(self, "gather_function", None) == self.accelerator.gather:  # Seq2SeqTrainer's way to drop no row.
+            self.gather_function = functools.partial(of_each_group, self.accelerator)
         try:
             return original(self, *args, **kwargs)
         finally:

@@ -66,6 +66,7 @@ class Attachment:
         splits_loss (`bool`): whether the head scores shards, or is given whole rows (exits.py).
         loss_only (`bool`): set while nobody wants more of an output than its loss; logits are then read by name only.
         shards_wanted (`bool`): set while calls without labels shall return shards (declared.py).
+        head_is_whole (`bool`): whether a head that could score shards was given whole rows to learn from, for its logits.
         under_engine (`bool`): whether all ranks train this model together, data-parallel ones too.
     """
 
@@ -76,7 +77,7 @@ class Attachment:
         self.seq_length, self.under_engine = seq_length, under_engine
         self.exchanges = self.scans = 0
         self.gathered, self.attending, self.runs_whole = [], False, False
-        self.loss_only = self.shards_wanted = False
+        self.loss_only = self.shards_wanted = self.head_is_whole = False
         self.last_forward = None
         self.forward = None
         self.peers = Peers(self.group)

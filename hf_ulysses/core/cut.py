@@ -284,7 +284,7 @@ def _boundaries(batch, batch_size, length, padding):
 
 
 def checksum(tokens, before=0):
-    """Shape and content of token ids as one integer below 2 ** 24, `()` int64; integer arithmetic, equal on every device.
+    """Shape and content of token ids, or labels, as one integer below 2 ** 24, `()` int64; integer arithmetic, equal on every device.
 
     Of embeddings the shape alone: two devices need not compute them alike to the last bit.
     """
@@ -293,5 +293,6 @@ def checksum(tokens, before=0):
         flat = tokens.reshape(-1).long()
         # Weights that do not repeat within 65521 tokens: swapping two tokens changes the sum.
         content = (flat * (torch.arange(flat.numel(), device=flat.device) % 65521 + 1)).sum()
+    rows = tokens.shape[0] if tokens.dim() else 1
     # Its square, summed over the ranks of a group, is exact in float64 (peers.py).
-    return (content + 31 * tokens.shape[0] + 1009 * tokens.shape[1] + 7919 * before) % (1 << 24)
+    return (content + 31 * rows + 1009 * (tokens.numel() // max(rows, 1)) + 7919 * before) % (1 << 24)

@@ -140,6 +140,7 @@ class Entrance:
                 forward.held = hold(forward.row)  # The experts' balance needs it (balance.py), until the head is done.
             return None
         self.attachment.compare_rows(forward.row)
+        self.attachment.head_is_whole |= self.attachment.splits_loss and torch.is_grad_enabled()
         return whole(output, forward.row, self.attachment)
 
     def _give_back(self):

@@ -7,7 +7,9 @@ import pytest
 
 from .test_accelerate_loop import documented_loop
 from .test_evaluation import evaluate
+from .test_generation import by_tokens, prompts
 from .trajectory import rows, tiny_llama, train
+from .trl_trajectory import run
 
 
 def snapshot():
@@ -205,10 +207,76 @@ def names_the_universal_checkpoint(expected):
         train(engine="zero2", sp=2, steps=1, resume=str(folder))
 
 
+def refuses_before_anything_is_loaded(expected):
+    import tempfile
+
+    from trl.experimental.sdft import SDFTConfig
+
+    import hf_ulysses
+
+    from .trajectory import _parallelism
+
+    hf_ulysses.enable()
+    with pytest.raises(ValueError, match="SDFTTrainer is not supported with sequence parallelism"):
+        SDFTConfig(tempfile.mkdtemp(), use_cpu=True, bf16=False, parallelism_config=_parallelism("ddp", 2, 1))
+
+
+def generate(name, **settings):
+    """What a trainer that generates logs, and its table of completions."""
+    arguments = dict(batch=2, num_generations=4, max_completion_length=6, beta=0.0, steps=2, after=table, **settings)
+    return run(name, prompts(8), trainer_arguments=dict(reward_funcs=[by_tokens]), **arguments)
+
+
+def table(trainer):
+    return list(trainer._logs["prompt"]), list(trainer._logs["completion"])
+
+
+def generates_exactly(expected, **settings):
+    result = generate(sp=2, **settings)
+    for name in ("loss", "reward"):
+        logged = [[entry[name] for entry in run["log"] if name in entry] for run in (result, expected)]
+        assert logged[0] == pytest.approx(logged[1], rel=5e-5, abs=1e-6), name
+    assert result["after"] == expected["after"]
+
+
+def asks_the_server_once(expected):
+    """A vLLM server that counts and answers differently each time, behind TRL's own client code."""
+    from types import SimpleNamespace
+
+    from accelerate import Accelerator
+    from torch import distributed as dist
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    import hf_ulysses
+    from hf_ulysses.adapters.replicas import Replicas
+
+    from .trajectory import _parallelism
+
+    asked = []
+
+    def answer(prompts, n, **settings):
+        asked.append(prompts)
+        ids = [[len(asked), *prompt, index] for prompt in prompts for index in range(n)]
+        return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": None}
+
+    hf_ulysses.enable()
+    generation = object.__new__(VLLMGeneration)
+    vars(generation).update(dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs")))
+    vars(generation).update(dict.fromkeys(("max_completion_length", "structured_outputs_regex", "generation_kwargs")))
+    accelerator = Accelerator(cpu=True, parallelism_config=_parallelism("ddp", 2, 2))
+    generation.mode, generation.enable_sleep_mode, generation.accelerator = "server", False, Replicas(accelerator)
+    generation.vllm_client = SimpleNamespace(generate=answer)
+    group = dist.get_rank() // 2
+    _, completions, *_ = generation.generate([[10 + group]] * 4, None, 4)
+    assert completions == [[1, 10 + group, index] for index in range(4)]
+    assert asked == ([[[10], [11]]] if dist.get_rank() == 0 else [])
+
+
 _STEPS = (train, dict(steps=2))
 _EPOCHS = dict(steps=-1, num_train_epochs=2, data=rows(3))
 _LOOP = (documented_loop, {})
 _EVALUATION = (evaluate, dict(count=3, eval_batch=2))
+_GRPO, _RLOO = dict(name="GRPO", engine="ddp", dp=2), dict(name="RLOO", engine="ddp", dp=2)
 # target -> (behaviour, its settings, reference run, ranks)
 BEHAVIOURS = {
     "Accelerator.__init__": (trains_exactly, dict(engine="zero2", steps=2), _STEPS, 2),
@@ -217,6 +285,7 @@ BEHAVIOURS = {
     "accelerator:prepare_data_loader": (trains_exactly, dict(engine="zero2", steps=2), _STEPS, 2),
     "Accelerator.gather_for_metrics": (predicts_each_row_once, dict(engine="ddp"), _EVALUATION, 2),
     "Accelerator.deepspeed_ulysses_dl_adapter": (loops_exactly, dict(engine="zero2", loader="adapter"), _LOOP, 2),
+    "TrainingArguments.__post_init__": (refuses_before_anything_is_loaded, {}, None, 2),
     "Trainer.__init__": (refuses_prompt_tuning, {}, None, 2),
     "Trainer._get_num_items_in_batch": (trains_exactly, dict(engine="ddp", steps=2), _STEPS, 2),
     "Trainer.get_total_train_batch_size": (reports_rows_per_step, {}, None, 2),
@@ -230,6 +299,15 @@ BEHAVIOURS = {
     "_get_sequence_parallel_world_size": (tells_the_group, {}, None, 2),
     "deepspeed_load_checkpoint": (names_the_universal_checkpoint, {}, None, 2),
     "trainer_config_process": (accepts_the_real_batch_size, {}, (train, dict(steps=2, accumulation=2)), 2),
+    "GRPOConfig.__post_init__": (generates_exactly, _GRPO, (generate, _GRPO), 4),
+    "grpo_trainer:set_seed": (generates_exactly, _GRPO, (generate, _GRPO), 4),
+    "grpo_trainer:gather": (generates_exactly, _GRPO, (generate, _GRPO), 4),
+    "grpo_trainer:gather_object": (generates_exactly, _GRPO, (generate, _GRPO), 4),
+    "RLOOConfig.__post_init__": (generates_exactly, _RLOO, (generate, _RLOO), 4),
+    "rloo_trainer:set_seed": (generates_exactly, _RLOO, (generate, _RLOO), 4),
+    "rloo_trainer:gather": (generates_exactly, _RLOO, (generate, _RLOO), 4),
+    "rloo_trainer:gather_object": (generates_exactly, _RLOO, (generate, _RLOO), 4),
+    "vllm_generation:gather_object": (asks_the_server_once, {}, None, 4),
 }
 
 

@@ -154,39 +154,72 @@ def test_models(ranks, model, match):
     refuse(ranks, match, settings=dict(engine="ddp", sp=2), model=model)
 
 
-def trl_trainer(name):
-    """Building one of TRL's other trainers under sequence parallelism."""
-    import tempfile
+def trainers_of_trl():
+    """Every trainer class that TRL's sources define, by the module that it is imported from: `{(module, name)}`."""
+    import ast
+    import importlib.util
+    from pathlib import Path
 
-    import trl
-    from datasets import Dataset
+    root = Path(importlib.util.find_spec("trl").origin).parent
+    return {
+        (".".join(("trl", *file.relative_to(root).with_suffix("").parts)), node.name)
+        for file in root.rglob("*.py")
+        if file.stem != "__init__"  # Names that have moved.
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Trainer") and not node.name.startswith("_")
+    }
+
+
+REFUSED = [
+    "DistillationTrainer", "ServerDistillationTrainer", "GOLDTrainer", "SDPOTrainer", "SDFTTrainer", "A2POTrainer",
+    "IWOPDTrainer", "AsyncGRPOTrainer", "AsyncDistillationTrainer",
+]  # fmt: skip
+# Where each of the others is compared with data-parallel processes without sequence parallelism.
+EXACT = {
+    "SFTTrainer": "test_trajectories", "DPOTrainer": "test_preferences", "KTOTrainer": "test_preferences",
+    "RewardTrainer": "test_preferences", "CPOTrainer": "test_whole_logits", "ORPOTrainer": "test_whole_logits",
+    "TPOTrainer": "test_whole_logits", "GKDTrainer": "test_whole_logits", "OnlineDPOTrainer": "test_whole_logits",
+    "GRPOTrainer": "test_generation", "RLOOTrainer": "test_generation", "GMPOTrainer": "test_generation",
+}  # fmt: skip
+
+
+def test_every_trainer_of_trl_is_exact_or_refused():
+    from pathlib import Path
+
+    assert {name for _, name in trainers_of_trl()} == {*REFUSED, *EXACT}
+    for name, where in EXACT.items():
+        source = (Path(__file__).parent / f"{where}.py").read_text()
+        assert f'"{name.removesuffix("Trainer")}"' in source or where == "test_trajectories", name
+
+
+def configured_for(module, name, yaml):
+    """What the arguments of one of TRL's trainers say to sequence parallelism, given in Python or by a launcher."""
+    import importlib
+    import os
+    import tempfile
 
     import hf_ulysses
 
-    from .trajectory import _parallelism, _tokenizer
+    from .trajectory import _parallelism
 
     hf_ulysses.enable()
-    config = getattr(trl, name.replace("Trainer", "Config"))(
-        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to=[], parallelism_config=_parallelism("ddp", 2, 1)
-    )
-    rows = Dataset.from_list([{"prompt": "<2>", "chosen": "<3>", "rejected": "<4>", "completion": "<5>", "label": True}])
-    model = tiny_llama()
-    if name == "RewardTrainer":
-        from transformers import LlamaForSequenceClassification
-
-        model.config.num_labels = 1
-        model = LlamaForSequenceClassification(model.config)
+    if yaml:
+        os.environ.update(ACCELERATE_USE_PARALLELISM_CONFIG="true", PARALLELISM_CONFIG_SP_SIZE="2")
+    source = importlib.import_module(module.replace("_trainer", "_config"))
+    arguments = {} if yaml else dict(parallelism_config=_parallelism("ddp", 2, 1))
     try:
-        getattr(trl, name)(model=model, args=config, train_dataset=rows, processing_class=_tokenizer())
+        getattr(source, name.replace("Trainer", "Config"))(tempfile.mkdtemp(), use_cpu=True, bf16=False, **arguments)
     except ValueError as error:
         return str(error)
     return None
 
 
-@pytest.mark.parametrize("name", ["DPOTrainer", "KTOTrainer", "RewardTrainer"])
-def test_trl_trainers_that_need_whole_rows(ranks, name):
-    for message in ranks(2).run(trl_trainer, name):
-        assert message is not None and f"{name} is not supported" in message
+@pytest.mark.parametrize("yaml", [False, True], ids=["python", "yaml"])
+def test_trainers_of_trl_that_are_refused_before_anything_is_loaded(ranks, yaml):
+    for module, name in trainers_of_trl():
+        if name in REFUSED:
+            for message in ranks(2).run(configured_for, module, name, yaml):
+                assert message is not None and f"{name} is not supported with sequence parallelism" in message
 
 
 def planted(kind):

@@ -57,11 +57,20 @@ NAMES = {
     # trl, of the planner: which its torch path calls on CPUs
     "_forward_tile": lambda: callable(trl_kernels()._forward_tile),
     "_backward_tile": lambda: callable(trl_kernels()._backward_tile),
+    # trl: the trainers that generate
+    "_calculate_rewards": lambda: all(callable(vars(trainer)["_calculate_rewards"]) for trainer in generating()),
+    "_generate": lambda: all(parameters(trainer._generate) == ["self", "prompts"] for trainer in generating()),
+    "_generate_single_turn": lambda: all(callable(vars(trainer)["_generate_single_turn"]) for trainer in generating()),
     # Python
     "_fields": lambda: collections.namedtuple("Pair", "a b")._fields == ("a", "b"),
     "_reconstructor": lambda: callable(copyreg._reconstructor),
 }
 GETTERS = ("group", "rank", "world_size")
+
+
+def generating():
+    trl = pytest.importorskip("trl")
+    return trl.GRPOTrainer, trl.RLOOTrainer
 
 
 def _track(self, inputs):

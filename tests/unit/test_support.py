@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlamaConfig, T5Config
 
-from hf_ulysses.adapters.support import check_model
+from hf_ulysses.adapters.support import check_model, check_trainer
 
 from ..models import config_of
 
@@ -53,3 +53,9 @@ def test_quantized_weights_need_a_gpu(monkeypatch, gpu):
         return check_model(quantized, 2)
     with pytest.raises(ValueError, match="bitsandbytes.*Train it on a GPU"):
         check_model(quantized, 2)
+
+
+@pytest.mark.parametrize("name", ["tools", "environment_factories"])
+def test_trainers_whose_rollouts_act_on_something(name):
+    with pytest.raises(ValueError, match=f"{name}.*rollout_func"):
+        check_trainer(SimpleNamespace(**{name: [len]}), counts_input_tokens=True)
