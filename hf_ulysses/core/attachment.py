@@ -153,13 +153,15 @@ class Attachment:
         # The short row has a length of its own, and is not the first batch to be judged.
         seq_length, peers = self.seq_length, self.peers
         self.seq_length, self.peers = None, Peers(self.group)
+        self._engines += 1  # Nobody reads what comes out, least of all the hooks of an engine around the model.
         try:
             self._handles += locate.locate(model, self, device or next(model.parameters()).device)
         except BaseException:
             self._tried = False
             raise
         finally:
-            self.seq_length, self.peers = seq_length, peers
+            self.seq_length, self.peers, self.forward = seq_length, peers, None
+            self._engines -= 1
 
     @contextmanager
     def plain(self):
