@@ -86,29 +86,61 @@ def boundaries(documents: list[Document], device) -> dict:
     return dict(cu_seq_lens_q=cumulative, cu_seq_lens_k=cumulative, max_length_q=longest, max_length_k=longest)
 
 
+# What gives the mask back, and what only asks for sizes and places, or sets `requires_grad`.
+_ITSELF = ("detach", "contiguous", "bool")
+_OF_THE_STAND_IN = (
+    "__get__",
+    "__set__",
+    "__len__",
+    "dim",
+    "element_size",
+    "get_device",
+    "is_complex",
+    "is_floating_point",
+    "ndimension",
+    "nelement",
+    "numel",
+    "size",
+    "stride",
+)
+
+
 class DocumentMask(torch.Tensor):
     """Stands for a `(B, 1, S, S)` boolean mask; see the module's docstring. Made by `document_mask`."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.Tensor.detach:
-            return args[0]
-        # Attribute reads (shape, dtype, device ...) and what only asks for sizes are answered by the stand-in.
-        if getattr(func, "__name__", "") in (
-            "__get__",
-            "dim",
-            "size",
-            "stride",
-            "is_floating_point",
-            "numel",
-            "__len__",
-        ):
+        name = getattr(func, "__name__", "")
+        if isinstance(args[0] if args else None, cls):
+            if name in _ITSELF or name == "to" and args[0]._stays(*args[1:], **kwargs):
+                return args[0]
+        # On accelerators torch's checkpoint asks every positional argument for its device.
+        if name in _OF_THE_STAND_IN:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                answer = func(*args, **kwargs)
+            if not torch.is_tensor(answer):
+                return answer
+            # A view (`mT`, `data` ...) of the stand-in would be a mask of nothing.
+            if func == torch.Tensor.data.__get__:
+                return args[0]
         with torch._C.DisableTorchFunctionSubclass():
             args, kwargs = torch.utils._pytree.tree_map_only(DocumentMask, DocumentMask.whole, (args, kwargs))
             return func(*args, **kwargs)
+
+    def _stays(self, *args, **kwargs):
+        """Whether `self.to(...)` is `self`: asked of an empty tensor, as it costs a whole mask to try."""
+        if isinstance(args[0] if args else None, DocumentMask):
+            args = (args[0].device, args[0].dtype, *args[1:])
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        return empty.to(*args, **kwargs) is empty
+
+    def is_contiguous(self, **kwargs):
+        """True, as the real mask would be."""
+        return True
+
+    def __repr__(self, **kwargs):
+        return f"DocumentMask(shape={tuple(self.shape)}, blocks={[len(blocks) for blocks in self.blocks]})"
 
     def whole(self):
         """The `(B, 1, S, S)` mask itself, as the model's builder makes it."""
