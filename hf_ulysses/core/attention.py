@@ -93,8 +93,7 @@ def _attend(core, attachment, row, module, query_BHsD, key_BGsD, value_BGsE, att
         share = exchange.mine.among(chunk)
         query_BhSD, key_BgSD, value_BgSE = gather_seq_scatter_heads(query_BHsD, key_BGsD, value_BGsE, exchange)
         if share.kv_index is not None:
-            index = torch.tensor(share.kv_index, device=key_BgSD.device)
-            key_BgSD, value_BgSE = key_BgSD.index_select(1, index), value_BgSE.index_select(1, index)
+            key_BgSD, value_BgSE = (_pick(tensor, share.kv_index) for tensor in (key_BgSD, value_BgSE))
 
         view = HeadView(module, share, num_heads)
         full = _full_row_kwargs(kwargs, row, module, share, num_heads)
@@ -123,6 +122,12 @@ def _attend(core, attachment, row, module, query_BHsD, key_BGsD, value_BGsE, att
             out_BsHE = out_BshE.new_empty(*out_BshE.shape[:2], num_heads, out_BshE.shape[-1])
         out_BsHE = collected(out_BsHE, out_BshE, 2, chunk.query)
     return out_BsHE, None
+
+
+def _pick(tensor_BgSD, heads):
+    """A key/value head for each of `heads`. Not by an index tensor: the host would wait for its copy in every layer."""
+    parts = tensor_BgSD.unbind(1)
+    return torch.stack([parts[head] for head in heads], dim=1)
 
 
 def _check(attachment, row, module, query, key, value, kwargs):
