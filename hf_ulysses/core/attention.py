@@ -22,6 +22,7 @@ import torch
 
 from . import packed as documents
 from .all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_heads
+from .cut import BOUNDARY_KEYS
 from .heads import chunk_heads, share_heads
 from .pieces import again_in_backward, collected
 from .sequence import ROW_KEY, on_whole_row
@@ -189,7 +190,7 @@ def _full_row_kwargs(kwargs, row, module, share, num_heads):
     if torch.is_tensor(kwargs.get("position_ids")):
         full["position_ids"] = row.position_ids
     for name, value in kwargs.items():
-        if not torch.is_tensor(value) or name == "position_ids":
+        if not torch.is_tensor(value) or name == "position_ids" or name in BOUNDARY_KEYS:
             continue
         if value.dim() == 4:
             full[name] = _full_row_mask(value, row, module, share, num_heads)
