@@ -185,10 +185,10 @@ def _full_row_mask(mask, row, module, share, num_heads):
 
 def _full_row_kwargs(kwargs, row, module, share, num_heads):
     full = {**kwargs, **row.boundaries}
-    if not row.boundaries and "flash" in (getattr(getattr(module, "config", None), "_attn_implementation", None) or ""):
-        full.update(row.flash_boundaries())
     if torch.is_tensor(kwargs.get("position_ids")):
-        full["position_ids"] = row.position_ids
+        full["position_ids"] = row.position_ids if kwargs["position_ids"].dim() > 2 else row.text_positions
+    if not row.boundaries and "flash" in (getattr(getattr(module, "config", None), "_attn_implementation", None) or ""):
+        full.update(row.flash_arguments())
     for name, value in kwargs.items():
         if not torch.is_tensor(value) or name == "position_ids" or name in BOUNDARY_KEYS:
             continue

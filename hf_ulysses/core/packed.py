@@ -4,7 +4,7 @@ A row that is made of documents (positions that restart) or padding has a mask t
 whole, it has S x S elements, and attention over it costs S x S. Here the mask builder is called once per document
 instead, and attention runs document by document:
 
-1. `split(row)` finds the documents of each batch row, on the host, once per forward.
+1. `facts_of(row)` finds the documents of each batch row, on the host, once per batch.
 2. `masks.py` builds each document's own mask (for causal attention under sdpa: none at all) and hands a `DocumentMask`
    to the model in place of the S x S tensor.
 3. The attention hook recognises it and calls the core once per block.
@@ -17,8 +17,9 @@ Not covered, done with the whole mask: documents that do not start at position 0
 together with padding on the right.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy
 import torch
 
 
@@ -40,6 +41,43 @@ class Block:
     causal: bool
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What the rows of a batch are made of, as the host knows it: found once per batch, with one copy to the host.
+
+    Args:
+        hides (`bool`): whether the 2-D mask hides any of the user's tokens.
+        visible (`list[list[Document]]`, *optional*): what the 2-D mask leaves of every batch row; `None` where it hides
+            nothing, or where the whole mask is needed.
+        in_one (`bool`): whether positions count every batch row through.
+        documents (`list[list[Document]]`, *optional*): of every batch row, by positions; `None` where each row is one, or
+            where they do not start at position 0.
+    """
+
+    hides: bool = False
+    visible: list | None = None
+    in_one: bool = True
+    documents: list | None = None
+
+
+def facts_of(row) -> Facts:
+    """The `Facts` of a `Row`."""
+    mask, positions = row.attention_mask, row.text_positions if row.positions_given else None
+    if mask is None and positions is None:
+        return Facts()
+    given = [tensor.long() for tensor in (mask, positions) if tensor is not None]
+    # The only time that the host waits for the device.
+    host = torch.stack(given).cpu().numpy()
+    found = Facts()
+    if mask is not None:
+        hides = bool((host[0][:, : row.length] == 0).any())
+        found = replace(found, hides=hides, visible=_by_padding(host[0] != 0))
+    if positions is not None:
+        in_one, documents = _by_positions(host[-1])
+        found = replace(found, in_one=in_one, documents=documents)
+    return found
+
+
 def split(row, position_ids) -> "list[list[Document]] | None":
     """The documents of every batch row, `None` where each row is one document or the whole mask is needed.
 
@@ -48,42 +86,45 @@ def split(row, position_ids) -> "list[list[Document]] | None":
         position_ids (`torch.Tensor`, *optional*): of shape `(B, S)`, those that the mask builder was given.
     """
     if row.attention_mask is not None:
-        return _by_padding(row.attention_mask.bool())
-    return None if position_ids is None else _by_positions(position_ids)
+        return row.facts.visible
+    return None if position_ids is None else row.facts.documents
 
 
 def _by_padding(mask_BS):
     length = mask_BS.shape[1]
-    place = torch.arange(length, device=mask_BS.device)
-    first, count = mask_BS.int().argmax(dim=1), mask_BS.sum(dim=1)
-    whole = ((place >= first[:, None]) & (place < (first + count)[:, None]) == mask_BS).all(dim=1)
-    spans = torch.stack([first, count, whole.long()], dim=1).tolist()
-    if any(not whole or not count for _, count, whole in spans) or all(count == length for _, count, _ in spans):
+    place = numpy.arange(length)
+    first, count = mask_BS.argmax(axis=1), mask_BS.sum(axis=1)
+    whole = ((place >= first[:, None]) & (place < (first + count)[:, None]) == mask_BS).all()
+    if not whole or not count.all() or (count == length).all():
         return None
-    return [[Document(first, first + count)] for first, count, _ in spans]
+    return [[Document(start, start + n)] for start, n in zip(first.tolist(), count.tolist())]
 
 
-def _by_positions(position_ids_BS):
-    length = position_ids_BS.shape[1]
-    restarts = position_ids_BS.diff(dim=1) != 1
-    firsts = torch.nn.functional.pad(restarts, (1, 0), value=True)
-    # One transfer to the host: where documents start, and whether all of them count from zero.
-    rows, starts = firsts.nonzero().T.tolist()
-    from_zero = bool((position_ids_BS[firsts] == 0).all())
-    if len(starts) == len(position_ids_BS) or not from_zero:
-        return None
-    documents = [[] for _ in range(len(position_ids_BS))]
-    for i, (batch, start) in enumerate(zip(rows, starts)):
-        stop = starts[i + 1] if i + 1 < len(rows) and rows[i + 1] == batch else length
-        documents[batch].append(Document(start, stop))
-    return documents
+def _by_positions(positions_BS):
+    """Whether each row is one document, and the documents of all if they count from zero."""
+    batch_size, length = positions_BS.shape
+    firsts = numpy.ones((batch_size, length), dtype=bool)
+    firsts[:, 1:] = numpy.diff(positions_BS, axis=1) != 1
+    if firsts.sum() == batch_size or (positions_BS[firsts] != 0).any():
+        return bool(firsts.sum() == batch_size), None
+    documents = []
+    for of_row in firsts:
+        starts = [*numpy.flatnonzero(of_row).tolist(), length]
+        documents.append([Document(start, stop) for start, stop in zip(starts, starts[1:])])
+    return False, documents
 
 
 def boundaries(documents: list[Document], device) -> dict:
     """A row's documents as flash attention's varlen arguments: `cu_seq_lens_q/k` `(n + 1,)` int32, `max_length_q/k`."""
-    cumulative = torch.tensor([0, *(document.stop for document in documents)], dtype=torch.int32, device=device)
+    cumulative = to_device([0, *(document.stop for document in documents)], torch.int32, device)
     longest = max(document.stop - document.start for document in documents)
     return dict(cu_seq_lens_q=cumulative, cu_seq_lens_k=cumulative, max_length_q=longest, max_length_k=longest)
+
+
+def to_device(numbers, dtype, device):
+    """A tensor of `numbers` on `device`. From pinned memory: the host does not wait for its copy."""
+    pinned = torch.device(device).type == "cuda"
+    return torch.tensor(numbers, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
 
 
 # What gives the mask back, and what only asks for sizes and places, or sets `requires_grad`.

@@ -70,7 +70,7 @@ def test_rows_that_need_the_whole_mask(name):
 
 
 def test_boundaries_of_a_packed_row_with_our_padding():
-    found = row_of(dict(position_ids=positions((10, 1, 2))), size=4).flash_boundaries()
+    found = row_of(dict(position_ids=positions((10, 1, 2))), size=4).flash_arguments()
     assert found["cu_seq_lens_q"].tolist() == found["cu_seq_lens_k"].tolist() == [0, 10, 11, 13, 16]
     assert (found["max_length_q"], found["max_length_k"]) == (10, 10)
 
