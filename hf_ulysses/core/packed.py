@@ -7,7 +7,8 @@ instead, and attention runs document by document:
 1. `facts_of(row)` finds the documents of each batch row, on the host, once per batch.
 2. `masks.py` builds each document's own mask (for causal attention under sdpa: none at all) and hands a `DocumentMask`
    to the model in place of the S x S tensor.
-3. The attention hook recognises it and calls the core once per block.
+3. The attention hook recognises it and calls the core once for all documents of about the same length: some calls per
+   layer, however many documents.
 
 A `DocumentMask` looks like the `(B, 1, S, S)` boolean tensor that it stands for, in one byte. A model that does more with
 its mask than pass it on gets the real one: any other operation builds it first. So nothing depends on good behaviour
@@ -21,6 +22,9 @@ from dataclasses import dataclass, replace
 
 import numpy
 import torch
+
+# That many documents are run one by one, without a copy of their tokens.
+_FEW = 3
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,9 @@ def boundaries(documents: list[Document], device) -> dict:
 
 def to_device(numbers, dtype, device):
     """A tensor of `numbers` on `device`. From pinned memory: the host does not wait for its copy."""
-    pinned = torch.device(device).type == "cuda"
-    return torch.tensor(numbers, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+    host = torch.from_numpy(numpy.asarray(numbers)).to(dtype)
+    host = host.pin_memory() if torch.device(device).type == "cuda" else host
+    return host.to(device, non_blocking=True)
 
 
 # What gives the mask back, and what only asks for sizes and places, or sets `requires_grad`.
@@ -192,33 +197,93 @@ def document_mask(blocks: list[list[Block]], length: int, device, build_whole) -
     """A `DocumentMask` over `blocks` (one list per batch row, in query order); `build_whole()` makes the real mask."""
     stand_in = torch.zeros(1, dtype=torch.bool, device=device).expand(len(blocks), 1, length, length)
     mask = stand_in.as_subclass(DocumentMask)
-    mask.blocks, mask._build_whole = blocks, build_whole
+    mask.blocks, mask._build_whole, mask.bundles = blocks, build_whole, None
     return mask
 
 
 def attend(core, query_BhSD, key_BgSD, value_BgSE, mask: DocumentMask, kwargs):
-    """Run `core(query, key, value, mask, kwargs) -> out_BShE` block by block. Queries of no block give zero."""
-    batch = []
-    for b, blocks in enumerate(mask.blocks):
-        pieces, done = [], 0
-        for block in blocks:
-            if block.query.start > done:
-                pieces.append(_zeros(query_BhSD, value_BgSE, block.query.start - done))
-            here = {n: v[..., block.query, block.key] if _is_bias(v, mask) else v for n, v in kwargs.items()}
-            if not block.causal:
-                here["is_causal"] = False
-            q, k, v = query_BhSD[b : b + 1, :, block.query], key_BgSD[b : b + 1], value_BgSE[b : b + 1]
-            pieces.append(core(q, k[:, :, block.key], v[:, :, block.key], block.mask, here))
-            done = block.query.stop
-        if done < query_BhSD.shape[2]:
-            pieces.append(_zeros(query_BhSD, value_BgSE, query_BhSD.shape[2] - done))
-        batch.append(torch.cat(pieces, dim=1))
-    return torch.cat(batch)
+    """Run `core(query, key, value, mask, kwargs) -> out_BShE` for all blocks. Queries of no block give zero.
+
+    Documents of about the same length are run together, as rows that are padded on the right: what lies behind a query is
+    hidden from it. A bias of queries by keys is as large as the whole mask, which is used with it.
+    """
+    if any(torch.is_tensor(v) and v.dim() == 4 and v.shape[-2:] == mask.shape[-2:] for v in kwargs.values()):
+        return core(query_BhSD, key_BgSD, value_BgSE, mask.whole(), kwargs)
+    (B, _, S, _), device = query_BhSD.shape, query_BhSD.device
+    if mask.bundles is None:
+        mask.bundles = _bundles(mask.blocks, S, device)
+    bundles, where = mask.bundles
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query_BhSD, key_BgSD, value_BgSE))
+    pieces = []
+    for bundle in bundles:
+        few = [_rows(tensor, bundle, keys) for tensor, keys in ((query, False), (key, True), (value, True))]
+        here = kwargs if bundle.block.causal else {**kwargs, "is_causal": False}
+        pieces.append(core(*few, bundle.block.mask, here).flatten(0, 1))
+    if where is None:
+        return torch.cat(pieces).view(B, S, *pieces[0].shape[1:])
+    pieces.append(pieces[0].new_zeros(1, *pieces[0].shape[1:]))
+    return torch.cat(pieces).index_select(0, where).view(B, S, *pieces[0].shape[1:])
 
 
-def _zeros(query_BhSD, value_BgSE, length):
-    return query_BhSD.new_zeros(1, length, query_BhSD.shape[1], value_BgSE.shape[-1])
+@dataclass(frozen=True)
+class _Bundle:
+    """Blocks that are run together: `row` and `block` of the longest, and where the tokens of all are, `(n, length)`."""
+
+    row: int
+    block: Block
+    places: torch.Tensor | None
 
 
-def _is_bias(value, mask):
-    return torch.is_tensor(value) and value.dim() == 4 and value.shape[-2:] == mask.shape[-2:]
+def _rows(tensor_BShD, bundle, keys):
+    """A bundle's queries or keys, `[n, h, length, D]`."""
+    if bundle.places is None:
+        here = bundle.block.key if keys else bundle.block.query
+        return tensor_BShD[bundle.row : bundle.row + 1, here].transpose(1, 2)
+    flat = tensor_BShD.flatten(0, 1).index_select(0, bundle.places.view(-1))
+    return flat.unflatten(0, bundle.places.shape).transpose(1, 2)
+
+
+def _bundles(blocks, length, device):
+    """The bundles of a batch's blocks, and where each token is in their outputs, one after the other.
+
+    The place is `None` where that is the order of the row. A token of no block is behind the last.
+    """
+    numbered = [(row, block) for row, of_row in enumerate(blocks) for block in of_row]
+    alone = [one for one in numbered if not one[1].causal]
+    documents = [one for one in numbered if one[1].causal]
+    if len(documents) > _FEW:
+        groups = _of_about_the_same_length(documents)
+    else:
+        groups = [[one] for one in documents]
+    groups = sorted(groups + [[one] for one in alone], key=lambda group: (group[0][0], group[0][1].query.start))
+    bundles, where, done = [], numpy.full(len(blocks) * length, -1), 0
+    for group in groups:
+        row, longest = group[0]
+        size = longest.query.stop - longest.query.start
+        places = numpy.zeros((len(group), size), dtype=numpy.int64)
+        for i, (of_row, block) in enumerate(group):
+            start, count = of_row * length + block.query.start, block.query.stop - block.query.start
+            places[i] = numpy.minimum(start + numpy.arange(size), start + count - 1)
+            where[start : start + count] = done + i * size + numpy.arange(count)
+        done += len(group) * size
+        places = to_device(places, torch.long, device) if len(group) > 1 else None
+        bundles.append(_Bundle(row, longest, places))
+    if (where == numpy.arange(len(where))).all() and done == len(where):
+        return bundles, None
+    where[where < 0] = done
+    return bundles, to_device(where, torch.long, device)
+
+
+def _of_about_the_same_length(documents):
+    """Groups of documents, longest first, in which padding to the longest at most doubles the tokens."""
+    groups, tokens = [], 0
+    for one in sorted(documents, key=lambda one: one[1].query.start - one[1].query.stop):
+        size = one[1].query.stop - one[1].query.start
+        longest = groups and groups[-1][0][1].query
+        if groups and (len(groups[-1]) + 1) * (longest.stop - longest.start) <= 2 * (tokens + size):
+            groups[-1].append(one)
+            tokens += size
+        else:
+            groups.append([one])
+            tokens = size
+    return groups
