@@ -143,7 +143,8 @@ def _to_heads(tensors, exchange):
             view.copy_(tensor[:, heads])
     meet("an exchange", tuple(tensors[0].shape), len(tensors), tensors[0].dtype)
     send = _packed_by_heads(tensors, columns, send_sizes)
-    dist.all_to_all_single(receive.view(-1), send, receive_sizes, send_sizes, group=exchange.group)
+    with torch.profiler.record_function("hf_ulysses: heads of the whole row"):
+        dist.all_to_all_single(receive.view(-1), send, receive_sizes, send_sizes, group=exchange.group)
     return mine.views(buffer)
 
 
@@ -159,7 +160,8 @@ def _to_sequence(tensors, exchange):
     meet("an exchange back", (B, S), len(tensors), tensors[0].dtype)
     send = _packed_by_rows(tensors, columns[rank], own)
     receive = send.new_empty(sum(receive_sizes))
-    dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=exchange.group)
+    with torch.profiler.record_function("hf_ulysses: all heads of the shard"):
+        dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=exchange.group)
     del send  # Before the results are allocated.
 
     kept = range(rank, rank + 1), [tensor[None, :, :, own] for tensor in tensors]

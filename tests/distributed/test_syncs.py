@@ -125,3 +125,18 @@ def test_no_layer_waits(ranks, attn, rows, heads):
         assert few == many, "forward"
         assert few_back == many_back == Counter(), "backward"
         assert many.total() <= 3, many
+
+
+def names_in_a_trace():
+    model = build("llama", dtype=torch.float32)
+    ids = torch.arange(LENGTH)[None] % 64
+    with hf_ulysses.attach(model, trial=False):
+        with torch.profiler.profile() as trace:
+            model(input_ids=ids, labels=ids).loss.backward()
+    return Counter(event.name for event in trace.events() if event.name.startswith("hf_ulysses"))
+
+
+def test_the_exchange_has_a_name_in_a_trace(ranks):
+    """Once each in the forward and the backward of two layers."""
+    names = ranks(2).run(names_in_a_trace)[0]
+    assert names == {"hf_ulysses: heads of the whole row": 4, "hf_ulysses: all heads of the shard": 4}
