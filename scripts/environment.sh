@@ -104,12 +104,21 @@ _torch_from() {
 # The newest versions are installed as listed: pip would refuse a release whose requirement the index does not serve yet.
 _install_rest() {
     if [ "${constraints##*/}" != latest.txt ]; then
-        "${pip[@]}" -c "$constraints" -e "$root[deepspeed,trl,test]"
+        "${pip[@]}" -c "$constraints" -e "$root[deepspeed,trl,test]" || return 1
+        [ "${constraints##*/}" = floor.txt ] || [ "$gpu" = cuda ] || _install_kernels
         return
     fi
     "${pip[@]}" -c "$constraints" "$(grep '^torch==' "$constraints")" &&
         "${pip[@]}" --no-deps -r <(grep -v '^torch==' "$constraints") &&
         "${pip[@]}" --no-deps -e "$root"
+}
+
+# What tests/kernels runs on a CPU: Liger's kernels in Triton's interpreter, and the Python part of flash-attn. Not where
+# there is a GPU, whose torch has a Triton of its own, and where flash-attn without its compiled part would break training.
+_install_kernels() {
+    "${pip[@]}" --no-deps wheel==0.48.0 triton==3.9.0 liger-kernel==0.8.5 &&
+        FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE "${pip[@]}" --no-deps \
+            --no-build-isolation --no-binary flash-attn flash-attn==2.8.3
 }
 
 # yes, no, or nothing where pip finds none.

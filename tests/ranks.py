@@ -105,6 +105,8 @@ class Pool:
         self._ranks = []
 
     def _start(self):
+        # Before anything imports Triton: its kernels run in its interpreter, on the CPU.
+        os.environ["TRITON_INTERPRET"] = "1"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._folder = Path(tempfile.mkdtemp(prefix="hf_ulysses_ranks_"))

@@ -21,6 +21,7 @@ EXCEPTIONS = [
         DeprecationWarning,
         "torch.compile does while it traces autograd functions",
     ),
+    ("`past_key_values` is deprecated and will be removed.*LlamaModel.forward", FutureWarning, "passed by Liger 0.8"),
     ("_compile flag on create_block_mask", DeprecationWarning, "set by transformers where it makes flex masks"),
 ]
 

@@ -141,7 +141,8 @@ def _to_heads(tensors, exchange):
         for view, heads, tensor in zip(mine.views(buffer[rank * s : (rank + 1) * s]), mine.heads, tensors):
             view.copy_(tensor[:, heads])
     send = _packed_by_heads(tensors, columns, send_sizes)
-    dist.all_to_all_single(receive.view(-1), send, receive_sizes, send_sizes, group=exchange.group)
+    with torch.profiler.record_function("hf_ulysses: heads of the whole row"):
+        dist.all_to_all_single(receive.view(-1), send, receive_sizes, send_sizes, group=exchange.group)
     return mine.views(buffer)
 
 
@@ -156,7 +157,8 @@ def _to_sequence(tensors, exchange):
     send_sizes[rank] = receive_sizes[rank] = 0
     send = _packed_by_rows(tensors, columns[rank], own)
     receive = send.new_empty(sum(receive_sizes))
-    dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=exchange.group)
+    with torch.profiler.record_function("hf_ulysses: all heads of the shard"):
+        dist.all_to_all_single(receive, send, receive_sizes, send_sizes, group=exchange.group)
     del send  # Before the results are allocated.
 
     kept = range(rank, rank + 1), [tensor[None, :, :, own] for tensor in tensors]

@@ -22,6 +22,7 @@ import torch
 
 from . import packed as documents
 from .all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_heads
+from .cut import BOUNDARY_KEYS
 from .heads import chunk_heads, share_heads
 from .pieces import again_in_backward, collected
 from .sequence import ROW_KEY
@@ -90,8 +91,7 @@ def _attend(core, attachment, row, module, query_BHsD, key_BGsD, value_BGsE, att
         share = exchange.mine.among(chunk)
         query_BhSD, key_BgSD, value_BgSE = gather_seq_scatter_heads(query_BHsD, key_BGsD, value_BGsE, exchange)
         if share.kv_index is not None:
-            index = torch.tensor(share.kv_index, device=key_BgSD.device)
-            key_BgSD, value_BgSE = key_BgSD.index_select(1, index), value_BgSE.index_select(1, index)
+            key_BgSD, value_BgSE = (_pick(tensor, share.kv_index) for tensor in (key_BgSD, value_BgSE))
 
         view = HeadView(module, share, num_heads)
         full = _full_row_kwargs(kwargs, row, module, share, num_heads)
@@ -127,6 +127,12 @@ def _attend(core, attachment, row, module, query_BHsD, key_BGsD, value_BGsE, att
             out_BsHE = out_BshE.new_empty(*out_BshE.shape[:2], num_heads, out_BshE.shape[-1])
         out_BsHE = collected(out_BsHE, out_BshE, 2, chunk.query)
     return out_BsHE, None
+
+
+def _pick(tensor_BgSD, heads):
+    """A key/value head for each of `heads`. Not by an index tensor: the host would wait for its copy in every layer."""
+    parts = tensor_BgSD.unbind(1)
+    return torch.stack([parts[head] for head in heads], dim=1)
 
 
 def _check(attachment, row, module, query, key, value, kwargs):
@@ -188,12 +194,12 @@ def _full_row_mask(mask, row, module, share, num_heads):
 
 def _full_row_kwargs(kwargs, row, module, share, num_heads):
     full = {**kwargs, **row.boundaries}
-    if not row.boundaries and "flash" in (getattr(getattr(module, "config", None), "_attn_implementation", None) or ""):
-        full.update(row.flash_boundaries())
     if torch.is_tensor(kwargs.get("position_ids")):
-        full["position_ids"] = row.position_ids
+        full["position_ids"] = row.position_ids if kwargs["position_ids"].dim() > 2 else row.text_positions
+    if not row.boundaries and "flash" in (getattr(getattr(module, "config", None), "_attn_implementation", None) or ""):
+        full.update(row.flash_arguments())
     for name, value in kwargs.items():
-        if not torch.is_tensor(value) or name == "position_ids":
+        if not torch.is_tensor(value) or name == "position_ids" or name in BOUNDARY_KEYS:
             continue
         if value.dim() == 4:
             full[name] = _full_row_mask(value, row, module, share, num_heads)

@@ -268,6 +268,9 @@ def _pad_positions(position_ids, padding):
 def _boundaries(batch, batch_size, length, padding):
     """The full row's `cu_seq_lens_*` and `max_length_*`, with the padding as one more document."""
     given = {key: batch[key] for key in BOUNDARY_KEYS if batch.get(key) is not None}
+    # A longest length that is a tensor would be read by the host in every layer.
+    longest = {key: int(value) for key, value in given.items() if key.startswith("max_length") and torch.is_tensor(value)}
+    given.update(longest)
     if not padding or not given:
         return given
     if batch_size > 1:
@@ -279,7 +282,7 @@ def _boundaries(batch, batch_size, length, padding):
         if key.startswith("cu_seq_lens"):
             given[key] = torch.cat([value, value.new_full((1,), length + padding)])
         else:
-            given[key] = value.clamp(min=padding) if torch.is_tensor(value) else max(value, padding)
+            given[key] = max(value, padding)
     return given
 
 

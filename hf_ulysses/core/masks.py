@@ -41,10 +41,22 @@ def for_full_row(build):
             kwargs["cache"] = kwargs.pop("past_key_values")
         bound = signature.bind(*args, **kwargs)
         _widen(bound.arguments, row, build.__name__)
+        if _is_flash(bound.arguments) and _is_rows(bound.arguments["attention_mask"], row) and not row.facts.hides:
+            # What one process would see: no padding, so that documents are told apart by positions.
+            bound.arguments["attention_mask"] = None
         mask = _by_documents(build, bound.arguments, row)
         return _hide_padding(build(*bound.args, **bound.kwargs), row) if mask is None else mask
 
     return build_for_full_row
+
+
+def _is_flash(arguments):
+    causal = getattr(arguments["config"], "is_causal", True) is not False
+    return causal and "flash" in (arguments["config"]._attn_implementation or "")
+
+
+def _is_rows(mask, row):
+    return mask is not None and mask is row.attention_mask
 
 
 def _hide_padding(mask, row):
@@ -85,10 +97,10 @@ def _by_documents(build, arguments, row):
     def build_one(length):
         one = dict(given, attention_mask=None)
         one[embeds] = given[embeds][:1, :length]
-        for key in ("position_ids", "cache_position"):
-            if torch.is_tensor(given.get(key)):
-                place = torch.arange(length, device=given[key].device)
-                one[key] = place[None] if key == "position_ids" else place
+        # Builders look for documents in positions, and the host would wait for the answer.
+        one.pop("position_ids", None)
+        if torch.is_tensor(given.get("cache_position")):
+            one["cache_position"] = torch.arange(length, device=given["cache_position"].device)
         return build(**one)
 
     blocks = [[_block(document, build_one) for document in of_row] for of_row in documents]
@@ -134,7 +146,6 @@ def _widen(arguments, row, name):
         arguments["attention_mask"] = row.attention_mask if causal else row.padding_mask
     if torch.is_tensor(arguments.get("position_ids")):
         # mrope models pass the text positions, the first of several rows of positions.
-        extra_dims = row.position_ids.dim() - arguments["position_ids"].dim()
-        arguments["position_ids"] = row.position_ids[(0,) * extra_dims] if extra_dims > 0 else row.position_ids
+        arguments["position_ids"] = row.position_ids if arguments["position_ids"].dim() > 2 else row.text_positions
     if torch.is_tensor(arguments.get("cache_position")):
         arguments["cache_position"] = torch.arange(row.padded, device=arguments["cache_position"].device)

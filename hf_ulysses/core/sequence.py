@@ -49,13 +49,14 @@ class Row:
         "share",
         "shift_labels",
         "_flash",
+        "_facts",
     )
 
     def __init__(self, length, padded, position_ids, attention_mask, boundaries, checksum, positions_given=True):
         self.length, self.padded = length, padded
         self.position_ids, self.attention_mask, self.boundaries = position_ids, attention_mask, boundaries
         self.checksum, self.positions_given = checksum, positions_given
-        self.group, self.share, self.shift_labels, self._flash = None, 1.0, None, None
+        self.group, self.share, self.shift_labels, self._flash, self._facts = None, 1.0, None, None, None
 
     @property
     def padding(self) -> int:
@@ -79,15 +80,29 @@ class Row:
         last = self.position_ids[..., self.length - 1 : self.length]
         return torch.cat([self.position_ids[..., : self.length], last.expand(*last.shape[:-1], self.padding)], dim=-1)
 
-    def flash_boundaries(self) -> dict:
-        """Flash attention's varlen arguments for a packed row of batch size one, computed once; else empty.
+    @property
+    def text_positions(self):
+        """`position_ids` as `(B, padded)`: the text's, which are the first of several rows of positions."""
+        return self.position_ids[(0,) * (self.position_ids.dim() - 2)]
 
-        Without them, Transformers derives the same from `position_ids` in every layer.
+    @property
+    def facts(self):
+        """What the rows are made of (`packed.Facts`), found when first asked for."""
+        if self._facts is None:
+            self._facts = documents.facts_of(self)
+        return self._facts
+
+    def flash_arguments(self) -> dict:
+        """What spares flash attention a look at the positions in every layer; made once.
+
+        Its varlen arguments for a packed row of batch size one; no positions for rows that are one document each.
         """
         if self._flash is None:
-            one_row = self.attention_mask is None and self.position_ids.dim() == 2 and len(self.position_ids) == 1
-            found = documents.split(self, self.position_ids) if one_row else None
-            self._flash = {} if found is None else documents.boundaries(found[0], self.position_ids.device)
+            facts, self._flash = self.facts, {}
+            if not facts.hides and facts.in_one:
+                self._flash = {"position_ids": None}
+            elif not facts.hides and facts.documents is not None and len(facts.documents) == 1:
+                self._flash = documents.boundaries(facts.documents[0], self.position_ids.device)
         return self._flash
 
     def to(self, *args, **kwargs):
@@ -106,7 +121,7 @@ class Row:
             move(self.checksum),
             self.positions_given,
         )
-        moved.shift_labels = move(self.shift_labels)
+        moved.shift_labels, moved._facts = move(self.shift_labels), self._facts
         return moved
 
     def __repr__(self):

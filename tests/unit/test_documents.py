@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask, create_sliding_window_causal_mask
@@ -69,7 +70,7 @@ def test_rows_that_need_the_whole_mask(name):
 
 
 def test_boundaries_of_a_packed_row_with_our_padding():
-    found = row_of(dict(position_ids=positions((10, 1, 2))), size=4).flash_boundaries()
+    found = row_of(dict(position_ids=positions((10, 1, 2))), size=4).flash_arguments()
     assert found["cu_seq_lens_q"].tolist() == found["cu_seq_lens_k"].tolist() == [0, 10, 11, 13, 16]
     assert (found["max_length_q"], found["max_length_k"]) == (10, 10)
 
@@ -114,21 +115,21 @@ def test_attention_over_documents_is_attention_over_the_whole_mask(name, build):
 
 
 @pytest.mark.parametrize("build", BUILDERS[:2], ids=lambda build: build.__name__)
-def test_documents_are_attended_one_by_one(build):
+def test_documents_are_attended_by_themselves(build):
     """The reason for all this: no call sees more than a document, and plain causal documents have no mask at all."""
     ours, _ = built(build, ROWS["packed"])
     assert isinstance(ours, documents.DocumentMask)
     calls = []
 
     def core(query, key, value, mask, kwargs):
-        calls.append((query.shape[2], key.shape[2], None if mask is None else mask.shape[-1]))
+        calls.append((len(query), query.shape[2], key.shape[2], None if mask is None else mask.shape[-1]))
         return query.transpose(1, 2)
 
     tensor = torch.randn(3, 4, LENGTH, 8)
     assert torch.equal(documents.attend(core, tensor, tensor, tensor, ours, {}), tensor.transpose(1, 2))
-    lengths = [10, 1, 13, 24, 1, 1, 22]
+    # Documents of 24, 22, 13, 10 tokens and of one together, two of one token.
     windowed = build is create_sliding_window_causal_mask
-    assert calls == [(n, n, n if windowed and n > 5 else None) for n in lengths]
+    assert len(calls) == 2 and set(calls) == {(5, 24, 24, 24 if windowed else None), (2, 1, 1, None)}
 
 
 def test_a_model_that_looks_into_its_mask_gets_the_real_one():
@@ -142,7 +143,68 @@ def test_a_model_that_looks_into_its_mask_gets_the_real_one():
         (ours.to(torch.float32), theirs.to(torch.float32)),
         (torch.where(ours, 0.0, -1.0), torch.where(theirs, 0.0, -1.0)),
         (ours.clone(), theirs),
+        (theirs.float().to(ours), theirs),
         (torch.cat([ours, theirs]), torch.cat([theirs, theirs])),
         (ours.expand(-1, 4, -1, -1), theirs.expand(-1, 4, -1, -1)),
     ]:
         assert type(changed) is torch.Tensor and torch.equal(changed, expected)
+
+
+ASKED = {
+    "get_device": lambda mask: mask.get_device(),
+    "contiguous": lambda mask: mask.contiguous(),
+    "is_contiguous": lambda mask: mask.is_contiguous(),
+    "is_contiguous, in a format": lambda mask: mask.is_contiguous(memory_format=torch.contiguous_format),
+    "detach": lambda mask: mask.detach(),
+    "data": lambda mask: mask.data,
+    "bool": lambda mask: mask.bool(),
+    "to its device": lambda mask: mask.to(mask.device),
+    "to its dtype": lambda mask: mask.to(dtype=torch.bool, non_blocking=True),
+    "to itself": lambda mask: mask.to(mask),
+    "requires_grad": lambda mask: setattr(mask, "requires_grad", mask.requires_grad),
+    "sizes": lambda mask: (mask.shape, mask.size(-1), mask.stride(), mask.numel(), mask.nelement(), len(mask), mask.ndim),
+    "kinds": lambda mask: (mask.dtype, mask.device, mask.is_cuda, mask.is_complex(), mask.is_floating_point(), mask.grad),
+    "repr": repr,
+    "bytes": lambda mask: (mask.element_size(), mask.itemsize, mask.nbytes, mask.layout),
+}
+LONG = 2**21
+
+
+def mask_of_a_long_row():
+    """Whole, it would have 2^42 elements: no machine builds it."""
+
+    def refuse():
+        raise AssertionError("the whole mask was built")
+
+    here = slice(0, LONG)
+    block = documents.Block(here, here, None, causal=True)
+    return documents.document_mask([[block]], LONG, torch.device("cpu"), refuse)
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_asking_a_mask_what_it_is_does_not_build_it(name):
+    mask = mask_of_a_long_row()
+    answer = ASKED[name](mask)
+    if torch.is_tensor(answer):
+        assert answer is mask
+
+
+@pytest.mark.parametrize("name", ["mT", "mH", "real"])
+def test_a_view_of_a_mask_is_one_of_the_real_mask(name):
+    ours, theirs = built(create_causal_mask, ROWS["packed"])
+    assert torch.equal(getattr(ours, name), getattr(theirs, name))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_passes_a_mask_on(reentrant):
+    mask, seen = mask_of_a_long_row(), []
+
+    def layer(hidden, mask):
+        seen.append(mask)
+        return hidden * 2
+
+    hidden = torch.ones(3, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(layer, hidden, mask, use_reentrant=reentrant).sum().backward()
+    assert all(isinstance(one, documents.DocumentMask) and one.blocks for one in seen)
+    # Nothing of an elementwise product is recomputed but by the reentrant variant.
+    assert len(seen) == (2 if reentrant else 1) and torch.equal(hidden.grad, torch.full((3,), 2.0))

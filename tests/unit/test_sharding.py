@@ -143,8 +143,8 @@ def test_boundaries_are_the_full_rows(as_tensor):
         boundaries = shard[ROW_KEY].boundaries
         assert boundaries["cu_seq_lens_q"].tolist() == boundaries["cu_seq_lens_k"].tolist() == [0, 2, 5, 8]
         assert boundaries["cu_seq_lens_q"].dtype == torch.int32
-        assert int(boundaries["max_length_q"]) == int(boundaries["max_length_k"]) == 3
-        assert torch.is_tensor(boundaries["max_length_q"]) == as_tensor
+        assert boundaries["max_length_q"] == boundaries["max_length_k"] == 3
+        assert type(boundaries["max_length_q"]) is int, "a tensor would be read by the host in every layer"
     assert cu_seq_lens.tolist() == [0, 2, 5]
 
 
