@@ -59,13 +59,15 @@ def attach_model(accelerator, model) -> Attachment:
     except ValueError:
         attachment.detach()
         raise
-    _say_once(accelerator, model)
+    if accelerator.is_main_process:
+        _say_once(accelerator, model)
+        attachment.tell = functools.partial(_say_exit, attachment)
     return attachment
 
 
 def _say_once(accelerator, model):
     view = view_of(accelerator)
-    if getattr(view, "_said", False) or not accelerator.is_main_process:
+    if getattr(view, "_said", False):
         return
     view._said = True
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
@@ -77,6 +79,21 @@ def _say_once(accelerator, model):
         file=sys.stderr,
         flush=True,
     )
+
+
+def _say_exit(attachment, forward, output):
+    """What the head of a model costs on each rank, by the shapes of its first training step."""
+    logits = output.get("logits") if isinstance(output, dict) else None
+    size, row = 0 if logits is None else logits.nbytes / 2**30, forward.row
+    if forward.in_shards:
+        said = f"{forward.exit.replace('hidden', 'shards')} exit, the head computes shards: logits {size:.3g} GiB per rank"
+        said += f", {size * attachment.size:.3g} GiB where they are read" * (forward.exit == "loss" and forward.given is None)
+    else:
+        said = f"hidden exit, the head computes whole rows: hidden states {forward.bytes / 2**30:.3g} GiB"
+        said += f" and logits {size:.3g} GiB per rank"
+        if attachment.splits_loss:
+            said += "; a compute_loss_func that sums over tokens can be declared: @hf_ulysses.sums_over_tokens"
+    print(f"hf_ulysses: {row.position_ids.shape[-2]} x {row.length} tokens | {said}", file=sys.stderr, flush=True)
 
 
 def engine_name(accelerator) -> str:

@@ -3,6 +3,11 @@
 import torch
 
 
+# Of PEFT's adapters those that compute something per token outside of the decoder, and add it in its layers. What others
+# do in a layer depends on each position alone, or on the row's number in the batch (`adapter_names`, `task_ids`).
+_OF_THE_WHOLE_ROW = ("XLoraConfig", "ShadowConfig")
+
+
 def check_model(model, sp_size: int) -> None:
     """Refuse a model that cannot be trained exactly over `sp_size` sequence ranks. Raises `ValueError`; no communication."""
     name = type(model).__name__
@@ -42,11 +47,13 @@ def check_model(model, sp_size: int) -> None:
             "rounds them each time: the start-up check alone would change the model. Train it on a GPU, or unquantized."
         )
     for adapter, peft_config in (getattr(model, "peft_config", None) or {}).items():
+        kind, why = type(peft_config).__name__, None
         if getattr(peft_config, "is_prompt_learning", False):
-            raise ValueError(
-                f"PEFT adapter {adapter!r} ({type(peft_config).__name__}) puts virtual tokens in front of every row, "
-                "which would land in front of every shard. Use LoRA, or train without sequence parallelism."
-            )
+            why = "puts virtual tokens in front of every row, which would land in front of every shard"
+        elif getattr(peft_config, "alora_invocation_tokens", None) or kind in _OF_THE_WHOLE_ROW:
+            why = "hands its layers what it has computed from the whole row's tokens, of which each of them has a shard"
+        if why is not None:
+            raise ValueError(f"PEFT adapter {adapter!r} ({kind}) {why}. Use LoRA, or train without sequence parallelism.")
 
 
 # TRL's trainers that make their own batches, by loaders, packers or calls of the backbone that nothing here knows, and those

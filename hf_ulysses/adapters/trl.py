@@ -9,7 +9,6 @@
 
 import functools
 import inspect
-import sys
 
 import torch
 
@@ -42,17 +41,7 @@ def _attached(trainer, method):
                 # A head of one's own, a loss: they are given whole rows.
                 if hasattr(model, "get_input_embeddings") and attachment_of(model) is None:
                     attach_prepared(trainer.accelerator, model, held)
-        result = method(*args, **kwargs)
-        attachment = attachment_of(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
-        if attachment is not None and attachment.head_is_whole and not hasattr(trainer, "_ulysses_said"):
-            trainer._ulysses_said = True
-            if trainer.accelerator.is_main_process:
-                print(
-                    f"hf_ulysses: {type(trainer).__name__} reads whole logits: its output head is not sharded",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        return result
+        return method(*args, **kwargs)
 
     return with_attached_models
 

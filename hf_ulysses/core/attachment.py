@@ -29,12 +29,12 @@ from ..adapters.patching import Names
 from ..mixing import locate, scans
 from . import balance, recomputation
 from .attention import exchanging
-from .control import own_group
+from .control import Control, own_group
 from .cut import shard_batch
 from .entrance import Entrance, Forward, decoder_of, towers_of
 from .exits import Exit, head_of, open_exit, scores_shift_labels
 from .gather import gather_sequence
-from .hooks import around
+from .hooks import after_engines, around
 from .loss import reduce_loss
 from .masks import BUILDERS, for_full_row
 from .peers import Peers
@@ -66,7 +66,7 @@ class Attachment:
         splits_loss (`bool`): whether the head scores shards, or is given whole rows (exits.py).
         loss_only (`bool`): set while nobody wants more of an output than its loss; logits are then read by name only.
         shards_wanted (`bool`): set while calls without labels shall return shards (declared.py).
-        head_is_whole (`bool`): whether a head that could score shards was given whole rows to learn from, for its logits.
+        tell (`Callable`, *optional*): called once, with the forward and the output of the first training step (adapters).
         under_engine (`bool`): whether all ranks train this model together, data-parallel ones too.
     """
 
@@ -77,12 +77,11 @@ class Attachment:
         self.seq_length, self.under_engine = seq_length, under_engine
         self.exchanges = self.scans = 0
         self.gathered, self.attending, self.runs_whole = [], False, False
-        self.loss_only = self.shards_wanted = self.head_is_whole = False
-        self.last_forward = None
-        self.forward = None
-        self.peers = Peers(self.group)
+        self.loss_only = self.shards_wanted = False
+        self.forward = self.last_forward = self.tell = None
+        self.peers, self.control = Peers(self.group), Control(self.group)
         self._tried = self.size == 1 or not trial
-        self._plain = self._engines = 0
+        self._plain, self._in_engine, self._trying = 0, False, False
         self._model = weakref.ref(model)
         # What a trial row goes through: the model, or what an engine made of it where only that can be run.
         self.entry = self._model
@@ -153,7 +152,7 @@ class Attachment:
         # The short row has a length of its own, and is not the first batch to be judged.
         seq_length, peers = self.seq_length, self.peers
         self.seq_length, self.peers = None, Peers(self.group)
-        self._engines += 1  # Nobody reads what comes out, least of all the hooks of an engine around the model.
+        self._trying = True  # Nobody reads what comes out, least of all the hooks of an engine around the model.
         try:
             self._handles += locate.locate(model, self, device or next(model.parameters()).device)
         except BaseException:
@@ -161,7 +160,7 @@ class Attachment:
             raise
         finally:
             self.seq_length, self.peers, self.forward = seq_length, peers, None
-            self._engines -= 1
+            self._trying = False
 
     @contextmanager
     def plain(self):
@@ -249,7 +248,9 @@ class Attachment:
                     "sharded batch. Pass the batch itself, or train without sequence parallelism."
                 )
             return None
-        # What an interrupted forward left behind.
+        after_engines(module)
+        # What an interrupted forward left behind; an engine calls its model once.
+        self._in_engine &= self.forward is None or self._trying
         self.entrance.reset()
         forget_rows()
         self.peers.judge_last()
@@ -272,19 +273,24 @@ class Attachment:
         if forward.outer is not None:
             release(forward.outer)
             forward.outer = None
-        if self._engines:
-            return None
-        self.last_forward, self.forward = forward, None
-        return None if output is None else open_exit(self, forward, output)
+        return None if self._in_engine or self._trying else self._leave(output)
 
     def _begin_engine(self, module, args, kwargs):
-        self._engines += 1
+        self._in_engine, self.forward = True, None
 
     def _end_engine(self, module, args, kwargs, output):
-        self._engines -= 1
+        self._in_engine = False
+        return self._leave(output)
+
+    def _leave(self, output):
         forward, self.forward = self.forward, None
         self.last_forward = forward
-        return None if output is None or forward is None else open_exit(self, forward, output)
+        if output is None or forward is None or self._trying:
+            return None
+        if self.tell is not None and forward.row is not None and torch.is_grad_enabled() and self._model().training:
+            self.tell, tell = None, self.tell
+            tell(forward, output)
+        return open_exit(self, forward, output)
 
     # -- for the rooms ------------------------------------------------------------------------------------------------
 

@@ -54,3 +54,20 @@ class Control:
         answers = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(answers, what, group=self._group)
         return answers
+
+    def agree_to_read(self, what: str) -> None:
+        """Whether all ranks read `what`, before they gather it. Collective; costs a message between hosts.
+
+        Raises:
+            RuntimeError: on every rank that reads, after `PATIENCE` at the latest, if one does not, or reads something else.
+        """
+        try:
+            others = self.from_all(what)
+        # How gloo says that nobody came.
+        except RuntimeError as error:
+            others = f"not all answered within {PATIENCE.total_seconds():.0f} s: {error}"
+        if others != [what] * dist.get_world_size(self._group):
+            raise RuntimeError(
+                f"{what} of an attached model's output is the whole row's, gathered when it is read, by all ranks of the "
+                f"sequence-parallel group together. Read it on all of them, or on none ({others})."
+            )

@@ -22,7 +22,7 @@ from .cut import BOUNDARY_KEYS, checksum, cut
 from .gather import gather_sequence, with_whole_gradient
 from .randomness import OwnStreams, draws
 from .sequence import ROW_KEY, Row, hold, on_whole_row, release
-from .trees import tree_map
+from .trees import leaves, tree_map
 
 # What a head passes on to its decoder without meaning it.
 _OF_THE_HEAD = ("labels", "shift_labels", "num_items_in_batch")
@@ -41,6 +41,7 @@ class Forward:
         length (`int`, *optional*), fields (`int`, *optional*): tokens that there are labels for; per-token results.
         opened (`bool`): whether the batch came in shards for a head that needs whole rows.
         tokens (`list`): token ids and labels as the user gave them: peers have to have the same.
+        bytes (`int`): of what the decoder's exit has gathered.
         held, outer: give the row back that is current while the head runs, while a model runs on shards.
     """
 
@@ -52,6 +53,7 @@ class Forward:
     length: int | None = None
     fields: int | None = None
     opened: bool = False
+    bytes: int = 0
     tokens: list = field(default_factory=list)
     held: Any = None
     outer: Any = None
@@ -140,8 +142,9 @@ class Entrance:
                 forward.held = hold(forward.row)  # The experts' balance needs it (balance.py), until the head is done.
             return None
         self.attachment.compare_rows(forward.row)
-        self.attachment.head_is_whole |= self.attachment.splits_loss and torch.is_grad_enabled()
-        return whole(output, forward.row, self.attachment)
+        output = whole(output, forward.row, self.attachment)
+        forward.bytes = sum(leaf.nbytes for leaf in leaves(output) if torch.is_tensor(leaf))
+        return output
 
     def _give_back(self):
         if self._noise is not None:

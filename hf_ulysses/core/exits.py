@@ -130,9 +130,8 @@ def open_exit(attachment, forward, output):
             names.append(name)
     if not names:
         return output
-    return whole_when_read(
-        output, names, lambda value: whole(value, row, attachment), lambda: attachment.loss_only
-    )
+    gather, agree = lambda value: whole(value, row, attachment), attachment.control.agree_to_read
+    return whole_when_read(output, names, gather, agree, lambda: attachment.loss_only)
 
 
 def _cut_again(leaf, row, attachment):

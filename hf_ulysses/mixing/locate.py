@@ -82,7 +82,7 @@ class _Trial:
         inside = set(self.decoder.modules())
         self.names = {module: name for name, module in model.named_modules() if module in inside}
         # Under an engine every data-parallel replica takes part, so that all run the model equally often.
-        self.control = Control(torch.distributed.group.WORLD if attachment.under_engine else attachment.group)
+        self.control = Control(torch.distributed.group.WORLD) if attachment.under_engine else attachment.control
         self.whole, self.dims = Whole(attachment), {}
         self.hooks, self.body_hooks, self.found = {}, [], set()
         self.forwards, self.started = 0, time.monotonic()
@@ -153,7 +153,11 @@ class _Trial:
 
     def _make_exact(self, batch, labels=None, optional=False):
         """Returns the run of the whole row, `None` of one that the model does not take."""
-        given = dict(batch, labels=labels) if labels is not None and self.attachment.splits_loss else batch
+        given = batch
+        if labels is not None and self.attachment.splits_loss:
+            # With a count, as trainers do: what is added to a loss, but is no sum over targets, shows then.
+            count = {"num_items_in_batch": int((labels != IGNORE_INDEX).sum())} if takes(self.model, "num_items_in_batch") else {}
+            given = dict(batch, labels=labels, **count)
         whole = _Run(self, batch, None)
         self._once(whole, given)
         failed = self.control.from_all(whole.failed)

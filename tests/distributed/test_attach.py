@@ -210,9 +210,10 @@ def collectives_of_a_step(whole):
 
 
 def test_two_collectives_per_layer_and_pass_and_one_more(ranks):
-    """The one more is of five numbers: the loss, its targets and what compares the rows."""
+    """The one more is of five numbers: the loss, its targets and what compares the rows. Who reads logits says so to the
+    others first, over the hosts' network."""
     exchange = ["alltoall_base_"] * 2 * 2
-    expected = [], [*exchange, "allreduce_"], exchange, ["_allgather_base_"]
+    expected = [], [*exchange, "allreduce_"], exchange, ["allgather_", "allgather_", "_allgather_base_"]
     assert [tuple(map(list, got)) for got in ranks(2).run(collectives_of_a_step, True)] == [expected] * 2
     # A shard's loss may be weighted by who uses it, on each rank otherwise.
     expected = [], [*exchange, "allreduce_"], ["allreduce_", *exchange], []

@@ -12,7 +12,7 @@ import hf_ulysses
 
 from ..collectives import Collectives
 from ..models import batch_of, build, checkpoint, packed_positions
-from .steps import Step, assert_same, of_real_tokens, residual, sharded, whole, whole_step
+from .steps import Step, assert_same, of_real_tokens, on_whole_rows, residual, sharded, whole, whole_step
 
 PACKED = batch_of(1, 33, position_ids=packed_positions(13, 20))
 DYNAMIC = dict(
@@ -70,6 +70,76 @@ def test_lora(ranks, checkpointing):
     pytest.importorskip("peft")
     reference = ranks(1).run(with_lora, PACKED, False, None)[0]
     assert_same(ranks(2).run(with_lora, PACKED, True, checkpointing), reference)
+
+
+def adapted(kind, tmp=None):
+    """A model with an adapter that is not zero."""
+    import peft
+
+    attention = ["q_proj", "v_proj"]
+    base, task = build(), "CAUSAL_LM"
+    torch.manual_seed(1)
+    if kind == "adapter_names":
+        model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=attention, init_lora_weights=False), "one", autocast_adapter_dtype=False)
+        model.add_adapter("two", peft.LoraConfig(r=4, target_modules=attention, init_lora_weights=False), autocast_adapter_dtype=False)
+        return model.eval()
+    configs = {
+        "alora": lambda: peft.LoraConfig(task_type=task, target_modules=attention, alora_invocation_tokens=[5, 6]),
+        "adaption prompt": lambda: peft.AdaptionPromptConfig(task_type=task, adapter_len=4, adapter_layers=2),
+        "poly": lambda: peft.PolyConfig(task_type=task, r=4, target_modules=attention, n_tasks=3, n_skills=2),
+        "adalora": lambda: peft.AdaLoraConfig(task_type=task, target_modules=attention, total_step=10),
+        "shadow": lambda: peft.ShadowConfig(task_type=task),
+        "x-lora": lambda: peft.XLoraConfig(task_type=task, hidden_size=64, adapters={"0": tmp}),
+    }
+    if kind == "x-lora":
+        peft.get_peft_model(base, peft.LoraConfig(task_type=task, target_modules=attention)).save_pretrained(tmp)
+        base = build()
+        base.config.use_cache = False
+    model = peft.get_peft_model(base, configs[kind](), autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    return model.double().train()
+
+
+# What is said in a call beside the batch: which adapter, or task, each row is for; a count of targets.
+CALLS = {
+    "adapter_names": dict(adapter_names=["two", "__base__", "one"]),
+    "poly": dict(task_ids=torch.tensor([2, 0, 1])),
+    "adaption prompt": {},
+    "adalora": {},
+    "adalora, counted": dict(num_items_in_batch=96),
+}
+
+
+def with_adapter(kind, attached):
+    model = adapted(kind.partition(",")[0])
+    batch = {**batch_of(3, 33), **CALLS[kind]}
+    if not attached:
+        return whole(model, batch)
+    # A short row would have no task.
+    with hf_ulysses.attach(model, trial=kind != "poly") as sp:
+        return on_whole_rows(model, batch, sp)
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_adapters_of_peft(ranks, kind):
+    """Per position, or per row of the batch; AdaLoRA adds to the loss what is no sum over tokens."""
+    pytest.importorskip("peft")
+    reference = ranks(1).run(with_adapter, kind, False)[0]
+    assert_same(ranks(2).run(with_adapter, kind, True), reference)
+
+
+def refused_adapter(kind, tmp):
+    with pytest.raises(ValueError, match="hands its layers what it has computed from the whole row's tokens"):
+        hf_ulysses.attach(adapted(kind, tmp))
+
+
+@pytest.mark.parametrize("kind", ["alora", "x-lora", "shadow"])
+def test_adapters_that_look_at_the_row_are_refused(ranks, kind, tmp_path):
+    pytest.importorskip("peft")
+    ranks(2).run(refused_adapter, kind, str(tmp_path))
 
 
 # -- DDP and FSDP2 over all ranks, sequence parallel over pairs of them -----------------------------------------------
