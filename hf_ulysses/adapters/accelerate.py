@@ -72,6 +72,7 @@ def _say_once(accelerator, model):
     view._said = True
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     also = f" | accelerate's own {view.sp_backend!r} backend is not used" * (view.sp_backend in upstream_backends())
+    also += " | evaluation is sharded, too" * bool(getattr(view.sp_handler, "sp_disable_in_eval", False))
     print(
         f"hf_ulysses: sequence parallelism on | dp_replicate {view.dp_replicate_size} x dp_shard {view.dp_shard_size} x "
         f"sp {view.sp_size} = {accelerator.num_processes} ranks | {engine_name(accelerator)} | attention {attention} | "

@@ -49,6 +49,9 @@ class _PicklesAsUpstream:
 class SequenceParallelConfig(_PicklesAsUpstream, DeepSpeedSequenceParallelConfig):
     """accelerate's `DeepSpeedSequenceParallelConfig` with two differences.
 
+    Two fields that it has since 1.16 are accepted and change nothing: evaluation is sharded and exact (`sp_disable_in_eval`),
+    and so are recurrent layers (`sp_allow_recurrent_layers`), or the model is refused.
+
     Args:
         sp_seq_length (`int`, *optional*): the only row length, with `sp_seq_length_is_variable=False`.
         sp_seq_length_is_variable (`bool`, *optional*): whether rows may have any length; the default.

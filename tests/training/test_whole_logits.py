@@ -1,9 +1,11 @@
 """Trainers that compute their loss from whole logits: TRL's CPO, ORPO, TPO, GKD and OnlineDPO."""
 
+import re
+
 import pytest
 
 from .test_preferences import assert_exact, exchanges_of_reference, other_llama
-from .trajectory import VOCAB, tiny_llama
+from .trajectory import VOCAB, _parallelism, tiny_llama, train
 from .trl_trajectory import preferences, run
 
 ENGINES = ["ddp", "zero3", "fsdp2"]
@@ -15,18 +17,40 @@ def test_cpo(ranks, engine):
 
 
 def said(**settings):
+    """What runs by each exit say on standard error, and what there is to say of the last."""
     import contextlib
     import io
 
-    with contextlib.redirect_stderr(io.StringIO()) as log:
-        run("CPO", preferences(2), engine="ddp", sp=2, steps=1)
-        run("DPO", preferences(2), engine="ddp", sp=2, steps=1, reference=tiny_llama)
-    return log.getvalue()
+    said = []
+    for start in (
+        lambda: run("CPO", preferences(2), engine="ddp", sp=2, steps=1),
+        lambda: run("DPO", preferences(2), engine="ddp", sp=2, steps=1, reference=tiny_llama),
+        lambda: train(engine="ddp", sp=2, steps=2, parallelism_config=_evaluated_whole_by_accelerate()),
+    ):
+        with contextlib.redirect_stderr(io.StringIO()) as log:
+            start()
+        said.append(log.getvalue())
+    return said
 
 
-def test_the_log_says_that_the_head_is_whole(ranks):
-    log, _ = ranks(2).run(said)
-    assert "CPOTrainer reads whole logits: its output head is not sharded" in log and "DPOTrainer reads" not in log
+def _evaluated_whole_by_accelerate():
+    """As accelerate 1.16 has it by default."""
+    config = _parallelism("ddp", 2, 1)
+    config.sp_handler.sp_disable_in_eval = True
+    return config
+
+
+def test_the_exit_and_what_it_costs_are_said_once(ranks):
+    (cpo, dpo, trained), others = ranks(2).run(said)
+    assert not any("exit" in other for other in others), "on one rank"
+    assert [log.count(" exit, ") for log in (cpo, dpo, trained)] == [1, 1, 1], "once per model that is trained"
+    whole = re.search(r"(\d+) x (\d+) tokens \| hidden exit, .*: hidden states (\S+) GiB and logits (\S+) GiB per rank; a compute_", cpo)
+    rows, length, hidden, logits = map(float, whole.groups())
+    assert rows == 4 and hidden == pytest.approx(rows * length * 64 * 4 / 2**30, rel=1e-2) and logits == pytest.approx(2 * hidden, rel=1e-2)
+    assert "tokens exit, the head computes shards" in dpo
+    shards = re.search(r"1 x 66 tokens \| loss exit, .*: logits (\S+) GiB per rank, (\S+) GiB where they are read", trained)
+    assert [float(size) for size in shards.groups()] == pytest.approx([33 * 128 * 4 / 2**30, 66 * 128 * 4 / 2**30], rel=1e-2)
+    assert "evaluation is sharded, too" in trained and "evaluation is sharded" not in dpo
 
 
 def test_orpo(ranks):

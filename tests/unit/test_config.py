@@ -87,6 +87,14 @@ def test_row_length():
     assert ParallelismConfig(sp_size=2).seq_length is None
 
 
+def test_fields_that_accelerate_has_since_1_16():
+    """They say how its own backend evaluates, and what it refuses: here both are exact."""
+    handler = DeepSpeedSequenceParallelConfig()
+    handler.sp_disable_in_eval = handler.sp_allow_recurrent_layers = True
+    view = StateView.of(AccelerateConfig(sp_size=2, sp_handler=handler))
+    assert view.sp_handler is handler and view.sp_size == 2
+
+
 def test_trial(monkeypatch):
     assert ParallelismConfig(sp_size=2).trial
     assert not ParallelismConfig(sp_size=2, sp_handler=SequenceParallelConfig(trial=False)).trial
