@@ -156,6 +156,38 @@ def test_a_loop_that_knows_nothing_of_it(ranks, engine, loader):
         assert set(result["lengths"]) == {33 if loader == "together" else 66}
 
 
+def evaluated(engine="plain", sp=1, dp=1, loader="together"):
+    """Case 30: the losses of three rows, gathered for a metric as a loop that knows nothing of it does."""
+    import hf_ulysses
+
+    if sp > 1:
+        hf_ulysses.enable()
+    accelerator = make_accelerator(engine, sp, dp)
+    data = torch.utils.data.DataLoader(rows(3), batch_size=1, collate_fn=collate)
+    if loader == "together":
+        model, data = accelerator.prepare(tiny_llama(), data)
+    else:
+        data, model = accelerator.prepare(data), accelerator.prepare(tiny_llama())
+    model.eval()
+    found, both = [], []
+    for batch in data:
+        with torch.no_grad():
+            loss = model(**batch).loss
+        found += accelerator.gather_for_metrics(loss.repeat(1)).tolist()
+        gathered = accelerator.gather_for_metrics({"a": loss.repeat(1), "b": (loss.repeat(1, 2),)})
+        both += [*gathered["a"].tolist(), *gathered["b"][0][:, 1].tolist()]
+    return found, sorted(both)
+
+
+@pytest.mark.parametrize("loader", ["together", "apart"])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_what_is_gathered_for_metrics_is_counted_once(ranks, dp, loader):
+    expected, both = ranks(1).run(evaluated)[0]
+    assert len(expected) == 3 and both == sorted(2 * expected)
+    for found, nested in ranks(2 * dp).run(evaluated, engine="ddp", sp=2, dp=dp, loader=loader):
+        assert found == pytest.approx(expected, rel=RELATIVE) and nested == pytest.approx(both, rel=RELATIVE)
+
+
 def compiled_by_regions():
     from accelerate import Accelerator, PartialState
     from accelerate.utils import TorchDynamoPlugin

@@ -1,5 +1,5 @@
-"""Heads that need whole rows, through the Trainer: classification of rows and tokens, question answering, a value head;
-Seq2SeqTrainer, which generates in evaluation."""
+"""Heads that need whole rows, through the Trainer: classification of rows and tokens, question answering, a value head, of
+decoders and of encoders; masked language models (case 42); Seq2SeqTrainer, which generates in evaluation."""
 
 import copy
 
@@ -13,9 +13,14 @@ from .trajectory import LENGTH, tiny_llama, train
 RELATIVE = 2e-5
 
 
-def model_for(task, **settings):
+def model_for(task, family="Llama", **settings):
     import transformers
 
+    if family == "Bert":
+        torch.manual_seed(0)
+        sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
+        config = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.1, num_labels=3)
+        return getattr(transformers, f"BertFor{task}")(transformers.BertConfig(**sizes, **config))
     config = copy.deepcopy(tiny_llama().config)
     config.update({"num_labels": 3, "pad_token_id": 0, "classifier_dropout": 0.0, **settings})
     torch.manual_seed(0)
@@ -65,17 +70,40 @@ class ValueHead(torch.nn.Module):
         return TokenClassifierOutput(loss=loss, logits=values)
 
 
-def train_head(task, **settings):
-    model = ValueHead(tiny_llama()) if task == "values" else model_for(task)
-    return train(model=model, data=rows_for(task), batch=2, steps=3, **settings)
+def train_head(task, family="Llama", pad_is_eos=False, **settings):
+    model = ValueHead(tiny_llama()) if task == "values" else model_for(task, family)
+    data, evaluated = rows_for(task), rows_for(task, 3)
+    if pad_is_eos:
+        model.config.eos_token_id = 0
+        for row in data + evaluated:  # Real rows end with it, and hold it in the middle.
+            real = row["attention_mask"].nonzero()
+            row["input_ids"][real[-1]] = row["input_ids"][real[len(real) // 2]] = 0
+    if settings.get("engine") == "fsdp2" and family == "Bert":
+        settings["fsdp_config"] = dict(fsdp_version=2, transformer_layer_cls_to_wrap=["BertLayer"])
+    settings = {"batch": 2, **settings}
+    return train(model=model, data=data, steps=3, eval_data=evaluated, eval_strategy="steps", eval_steps=3, **settings)
 
 
-@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification", "QuestionAnswering", "values"])
-@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
-def test_heads(ranks, task, engine):
-    expected = ranks(1).run(train_head, task, eval_data=rows_for(task, 3), eval_strategy="steps", eval_steps=3)[0]
-    settings = dict(engine=engine, sp=2, eval_data=rows_for(task, 3), eval_strategy="steps", eval_steps=3)
-    for result in ranks(2).run(train_head, task, **settings):
+# (task, other settings) -> engines
+HEADS = [
+    *[(task, {}, ("ddp", "zero3", "fsdp2")) for task in ("SequenceClassification", "TokenClassification", "QuestionAnswering", "values")],
+    ("MaskedLM", dict(family="Bert"), ("ddp", "zero3", "fsdp2")),
+    ("SequenceClassification", dict(family="Bert"), ("fsdp2",)),
+    ("TokenClassification", dict(family="Bert"), ("zero3",)),
+    ("QuestionAnswering", dict(family="Bert"), ("ddp",)),
+    ("SequenceClassification", dict(pad_is_eos=True), ("ddp",)),
+    ("SequenceClassification", dict(batch=1), ("ddp",)),
+]
+_references = {}
+
+
+@pytest.mark.parametrize("task,more,engine", [(task, more, engine) for task, more, engines in HEADS for engine in engines])
+def test_heads(ranks, task, more, engine):
+    key = task, repr(more)
+    if key not in _references:
+        _references[key] = ranks(1).run(train_head, task, **more)[0]
+    expected = _references[key]
+    for result in ranks(2).run(train_head, task, engine=engine, sp=2, **more):
         assert result["loss"] == pytest.approx(expected["loss"], rel=RELATIVE)
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=RELATIVE)
         assert result["eval_loss"] == pytest.approx(expected["eval_loss"], rel=RELATIVE)

@@ -156,9 +156,10 @@ def batch_without_targets(**settings):
     return train(data=data, steps=2, **settings)
 
 
-def test_a_step_without_any_target(ranks):
+@pytest.mark.parametrize("engine", ["zero3", "ddp", "fsdp2"])
+def test_a_step_without_any_target(ranks, engine):
     """Case 35: 0 / 0, as in one process, and no gradient."""
-    for result in ranks(2).run(batch_without_targets, engine="zero3", sp=2):
+    for result in ranks(2).run(batch_without_targets, engine=engine, sp=2):
         assert all(math.isnan(loss) for loss in result["loss"])
         assert torch.isfinite(result["parameters"]).all()
 

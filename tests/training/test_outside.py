@@ -7,7 +7,7 @@ process: SGD, uneven targets, rows of an odd length.
 import pytest
 import torch
 
-from .trajectory import rows, train
+from .trajectory import ENGINES, rows, train
 
 LENGTH = 33
 
@@ -94,8 +94,13 @@ def with_loss(function, step=None, **settings):
         transformers.Trainer = original
 
 
+_references = {}
+
+
 def assert_same(ranks, function, engine):
-    expected = ranks(1).run(with_loss, function)[0]
+    if function not in _references:
+        _references[function] = ranks(1).run(with_loss, function)[0]
+    expected = _references[function]
     for result in ranks(2).run(with_loss, function, engine=engine, sp=2):
         assert result["loss"] == pytest.approx(expected["loss"], rel=2e-5)
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
@@ -109,7 +114,33 @@ def test_a_loss_of_ones_own(ranks, function, engine):
     assert_same(ranks, function, engine)
 
 
-@pytest.mark.parametrize("engine", ["ddp"])
+@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
 def test_a_step_of_ones_own(ranks, engine):
     """Gradients with respect to embeddings that come from outside are one process's."""
     assert_same(ranks, None, engine)
+
+
+def ignored_positions(**settings):
+    """Case 34: BART takes no positions, and numbers the row itself; those of the batch restart."""
+    import copy
+
+    from transformers import BartConfig, BartForCausalLM
+
+    torch.manual_seed(0)
+    config = dict(d_model=32, decoder_layers=2, decoder_ffn_dim=48, decoder_attention_heads=4, vocab_size=128, dropout=0.0, attention_dropout=0.0)
+    model = BartForCausalLM(BartConfig(**config, is_decoder=True, is_encoder_decoder=False, init_std=0.2, use_cache=False))
+    data = [dict(row, position_ids=torch.arange(LENGTH) % 20) for row in rows(8, LENGTH)]
+    if settings.get("engine") == "fsdp2":
+        settings["fsdp_config"] = copy.deepcopy(ENGINES["fsdp2"]["fsdp_config"])
+        settings["fsdp_config"]["transformer_layer_cls_to_wrap"] = ["BartDecoderLayer"]
+    return train(model=model, batch=2, steps=4, data=data, **settings)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
+def test_positions_that_the_model_ignores(ranks, engine):
+    if "positions" not in _references:
+        _references["positions"] = ranks(1).run(ignored_positions)[0]
+    expected = _references["positions"]
+    for result in ranks(2).run(ignored_positions, engine=engine, sp=2):
+        assert result["loss"] == pytest.approx(expected["loss"], rel=2e-5)
+        assert (result["parameters"] - expected["parameters"]).abs().max() < 1e-5
