@@ -34,7 +34,7 @@ from .cut import shard_batch
 from .entrance import Entrance, Forward, decoder_of, towers_of
 from .exits import Exit, head_of, open_exit, scores_shift_labels
 from .gather import gather_sequence
-from .hooks import after_engines, around
+from .hooks import around
 from .loss import reduce_loss
 from .masks import BUILDERS, for_full_row
 from .peers import Peers
@@ -81,7 +81,7 @@ class Attachment:
         self.forward = self.last_forward = self.tell = None
         self.peers, self.control = Peers(self.group), Control(self.group)
         self._tried = self.size == 1 or not trial
-        self._plain, self._in_engine, self._trying = 0, False, False
+        self._plain, self._in_engine, self._is_engine, self._trying = 0, False, False, False
         self._model = weakref.ref(model)
         # What a trial row goes through: the model, or what an engine made of it where only that can be run.
         self.entry = self._model
@@ -248,9 +248,13 @@ class Attachment:
                     "sharded batch. Pass the batch itself, or train without sequence parallelism."
                 )
             return None
-        after_engines(module)
         # What an interrupted forward left behind; an engine calls its model once.
         self._in_engine &= self.forward is None or self._trying
+        if not self._is_engine and any("torch.distributed" in hook.__module__ for hook in module._forward_hooks.values()):
+            # FSDP2 looks through what its root returns, by a hook behind ours: what opens outputs goes behind that.
+            self._handles.append(module.register_forward_hook(self._end_engine, with_kwargs=True, always_call=True))
+            self._is_engine = True
+        self._in_engine |= self._is_engine
         self.entrance.reset()
         forget_rows()
         self.peers.judge_last()

@@ -56,16 +56,6 @@ def _hook(module, pairs):
     ]
 
 
-def after_engines(module) -> None:
-    """Let ours around `module` leave after those of torch's engines: FSDP2 looks through what a module returns by a hook."""
-    hooks, mine = module._forward_hooks, _skins[module][1][1].id
-    order = list(hooks)
-    engines = [place for place, hook in enumerate(hooks.values()) if (hook.__module__ or "").startswith("torch.distributed")]
-    if engines and order.index(mine) < engines[-1]:
-        for later in (mine, *order[engines[-1] + 1 :]):
-            hooks.move_to_end(later)
-
-
 class _Handle:
     def __init__(self, module, pair):
         self._module, self._pair = weakref.ref(module), pair

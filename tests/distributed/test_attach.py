@@ -350,6 +350,8 @@ def refusals():
         with pytest.raises(ValueError, match="use_cache=False"):
             model(**part, **{cache: DynamicCache(config=model.config)})
         assert model(**{**part, "use_cache": True}).past_key_values is None
+        with pytest.raises(ValueError, match="output_attentions=True is not supported"):
+            model(**BATCH, output_attentions=True)
     with pytest.raises(ValueError, match=r"sp_size=4 exceeds num_attention_heads=2.*\[1, 2\]"):
         hf_ulysses.attach(build(num_attention_heads=2, num_key_value_heads=2))
 

@@ -82,11 +82,20 @@ def own_loss(attached, kind):
         output = model(**batch, output_hidden_states=True)
         return output.loss + output.hidden_states[-1][:, -1].square().mean() + output.logits[:, 0].square().mean()
 
-    return step(model, attached, {"z": z_loss, "last": last_token}[kind])
+    def kept_logits(model):
+        of_three = model(input_ids=batch["input_ids"], logits_to_keep=3).logits
+        chosen = model(input_ids=batch["input_ids"], logits_to_keep=torch.tensor([0, 16, 32])).logits
+        return of_three.square().mean() + chosen.logsumexp(-1).sum()
+
+    return step(model, attached, {"z": z_loss, "last": last_token, "kept": kept_logits}[kind])
 
 
 def test_a_loss_with_the_last_tokens_state(ranks):
     compared(ranks, own_loss, "last")
+
+
+def test_logits_to_keep(ranks):
+    compared(ranks, own_loss, "kept")
 
 
 def test_a_z_loss_in_the_models_own_loss_function(ranks):

@@ -142,13 +142,22 @@ def test_neftune_scales_its_noise_with_the_row(ranks):
 
 
 def tokens_seen(**settings):
-    return train(include_num_input_tokens_seen="all", after=lambda trainer: trainer.state.num_input_tokens_seen, **settings)
+    """Input tokens that were seen; rows and tokens that the rates stand for."""
+
+    def numbers(trainer):
+        last = trainer.state.log_history[-1]
+        rates = [entry for entry in trainer.state.log_history if "train_tokens_per_second" in entry]
+        tokens = rates[-1]["train_tokens_per_second"] * rates[-1]["train_runtime"]
+        return trainer.state.num_input_tokens_seen, last["train_samples_per_second"] * last["train_runtime"], tokens
+
+    return train(include_num_input_tokens_seen="all", after=numbers, **settings)
 
 
-def test_num_input_tokens_seen(ranks):
+def test_num_input_tokens_seen_and_rates(ranks):
     expected = ranks(1).run(tokens_seen, batch=2, steps=3)[0]["after"]
-    assert expected == 3 * 2 * 66
-    assert [r["after"] for r in ranks(4).run(tokens_seen, engine="ddp", sp=2, dp=2, steps=3)] == [expected] * 4
+    assert expected == pytest.approx((3 * 2 * 66, 3 * 2, 3 * 2 * 66), rel=1e-2)
+    for result in ranks(4).run(tokens_seen, engine="ddp", sp=2, dp=2, steps=3):
+        assert result["after"] == pytest.approx(expected, rel=1e-2) and result["after"][0] == expected[0]
 
 
 def batch_without_targets(**settings):

@@ -7,7 +7,7 @@ process: SGD, uneven targets, rows of an odd length.
 import pytest
 import torch
 
-from .trajectory import ENGINES, rows, train
+from .trajectory import ENGINES, rows, tiny_llama, train
 
 LENGTH = 33
 
@@ -56,7 +56,28 @@ def weighted(trainer, model, inputs, num_items_in_batch=None):
     return (losses * per_token[:, 1:]).sum(1).mul(weights[:, 0]).mean() / 10
 
 
+def distilled(trainer, model, inputs, num_items_in_batch=None):
+    """From a teacher that is not attached; where the student's label is its own."""
+    if not hasattr(distilled, "teacher"):
+        torch.manual_seed(5)
+        distilled.teacher = tiny_llama(num_hidden_layers=1)
+    with torch.no_grad():
+        wanted = distilled.teacher(input_ids=inputs["input_ids"]).logits.softmax(-1)
+    logits = model(input_ids=inputs["input_ids"]).logits
+    return torch.nn.functional.kl_div(logits.log_softmax(-1), wanted, reduction="batchmean") / LENGTH
+
+
+def r_drop(trainer, model, inputs, num_items_in_batch=None):
+    """Two forwards of one step, and how far their results are apart; the second sees other tokens, for want of dropout."""
+    first = model(**inputs)
+    second = model(input_ids=inputs["input_ids"].roll(1, 0), labels=inputs["labels"])
+    apart = torch.nn.functional.kl_div(first.logits.log_softmax(-1), second.logits.softmax(-1), reduction="batchmean") / LENGTH
+    return (first.loss + second.loss) / 2 + apart
+
+
 LOSSES = [mean_of_rows, class_weights, later_term, sum_over_count, explicit_call, weighted]
+# One engine each: they are as the others to it.
+MORE = [(distilled, "zero3"), (r_drop, "fsdp2")]
 
 
 def with_loss(function, step=None, **settings):
@@ -108,8 +129,9 @@ def assert_same(ranks, function, engine):
         assert result["exchanges"]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
-@pytest.mark.parametrize("function", LOSSES, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function,engine", [*((function, engine) for function in LOSSES for engine in ("ddp", "zero3", "fsdp2")), *MORE]
+)
 def test_a_loss_of_ones_own(ranks, function, engine):
     assert_same(ranks, function, engine)
 
@@ -144,3 +166,54 @@ def test_positions_that_the_model_ignores(ranks, engine):
     for result in ranks(2).run(ignored_positions, engine=engine, sp=2):
         assert result["loss"] == pytest.approx(expected["loss"], rel=2e-5)
         assert (result["parameters"] - expected["parameters"]).abs().max() < 1e-5
+
+
+def evaluated(step, **settings):
+    """Evaluation written for one process: `prediction_step`, or `evaluate` itself, without `super()`; accuracies of tokens."""
+    import transformers
+
+    class Predicting(transformers.Trainer):
+        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+            with torch.no_grad():
+                outputs = model(**inputs)
+            labels = inputs["labels"]
+            right = (outputs.logits[:, :-1].argmax(-1) == labels[:, 1:]) & (labels[:, 1:] != -100)
+            return outputs.loss, right.sum(1), (labels[:, 1:] != -100).sum(1)
+
+    class Evaluating(transformers.Trainer):
+        def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+            self.model.eval()
+            right = targets = 0
+            for row in self.eval_dataset:
+                ids, labels = row["input_ids"][None], row["labels"][None, 1:]
+                with torch.no_grad():
+                    guesses = self.model(input_ids=ids).logits[:, :-1].argmax(-1)
+                right, targets = right + int((guesses == labels)[labels != -100].sum()), targets + int((labels != -100).sum())
+            metrics = {"eval_loss": 0.0, "eval_accuracy": right / targets}
+            self.log(metrics)
+            return metrics
+
+    def accuracy(prediction):
+        return {"accuracy": float(prediction.predictions.sum() / prediction.label_ids.sum()), "rows": len(prediction.label_ids)}
+
+    def set_metrics(trainer):
+        trainer.compute_metrics = accuracy
+
+    def found(trainer):
+        kept = ("eval_loss", "eval_accuracy", "eval_rows")
+        return [{k: v for k, v in entry.items() if k in kept} for entry in trainer.state.log_history if "eval_accuracy" in entry]
+
+    original, transformers.Trainer = transformers.Trainer, {"prediction_step": Predicting, "evaluate": Evaluating}[step]
+    try:
+        more = dict(eval_data=rows(5, LENGTH, seed=9), eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=1)
+        return train(batch=2, steps=4, data=rows(8, LENGTH), before=set_metrics, after=found, **more, **settings)
+    finally:
+        transformers.Trainer = original
+
+
+@pytest.mark.parametrize("step,engine", [("prediction_step", "zero3"), ("evaluate", "ddp"), ("evaluate", "fsdp2")])
+def test_an_evaluation_of_ones_own(ranks, step, engine):
+    expected = ranks(1).run(evaluated, step)[0]["after"]
+    assert len(expected) == 2
+    for result in ranks(2).run(evaluated, step, engine=engine, sp=2):
+        assert result["after"] == [pytest.approx(entry, rel=2e-5) for entry in expected]
