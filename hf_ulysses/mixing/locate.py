@@ -32,7 +32,7 @@ from ..core.randomness import random_states, set_random_states
 from ..core.sequence import ROW_KEY
 from ..core.trees import tree_map
 from . import inline
-from .prints import Layout, Print, difference, places
+from .prints import Layout, Print, difference, places, pooled_otherwise
 from .whole import Whole, layers_of, map_arguments, takes
 
 logger = logging.getLogger(__name__)
@@ -298,6 +298,7 @@ class _Run:
         self.trial, self.reference = trial, reference
         size, (rows, length) = trial.attachment.size, batch["input_ids"].shape
         shard = -(-length // size)
+        self.rows = rows
         self.layout = Layout(length, shard * size, shard, trial.attachment.rank, batch.get("attention_mask"))
         self.calls, self.records, self.running, self.blamed = {}, {}, [], {}
         self.loss = self.error = self.failed = self.culprit = None
@@ -393,15 +394,22 @@ class _Run:
 
         All ranks know that one; what works on some tokens only, as an expert does, may not be called on every rank.
         """
-        of_the_row = self.reference.records.get((module, call, "out"), {}).values()
-        return any(len(p.shape or ()) > 2 and self.layout.length in p.shape for p in of_the_row)
+        given, returned = (self.reference.records.get((module, call, what), {}).values() for what in ("in", "out"))
+        of_the_row = [any(len(p.shape or ()) > 2 and self.layout.length in p.shape for p in prints) for prints in (given, returned)]
+        # Or a row is pooled: to one state for each of the batch.
+        return of_the_row[1] or of_the_row[0] and any(p.total is not None and p.shape[0] == self.rows for p in returned)
 
     def _differs(self, module, call, what):
         if module in self.trial.between_exchanges or any(outer in self.blamed for outer, _ in self.running):
             return None
         expected = self.reference.records.get((module, call, what), {})
         for path, mine in self.records[module, call, what].items():
-            if path in expected and (found := difference(expected[path], mine, self.layout, self.reference.half)):
+            if path not in expected:
+                continue
+            found = difference(expected[path], mine, self.layout, self.reference.half)
+            if not found and what == "out" and self._is_compared(module, call):
+                found = pooled_otherwise(expected[path], mine, self.reference.half)
+            if found:
                 got = "got" if what == "in" else "returned"
                 return f"{self.trial.names[module] or type(module).__name__} {got} {found} ({path})"
         return None

@@ -27,13 +27,16 @@ class Print:
     """A tensor's shape and, per position along every dimension that may be the sequence, its sum and norm."""
 
     def __init__(self, value, layout):
-        self.shape, self.sums, self.half, self.none = None, {}, False, value is None
+        self.shape, self.sums, self.total, self.half, self.none = None, {}, None, False, value is None
         if not torch.is_tensor(value) or value.is_complex():
             return
         self.shape, self.counts = tuple(value.shape), not value.is_floating_point()
         self.half = value.dtype in (torch.bfloat16, torch.float16)
         dims = [d for d, n in enumerate(self.shape) if n in (layout.length, layout.padded, layout.shard)]
         if not dims:
+            if value.dim() == 2 and not self.counts:
+                value = value.detach().float()
+                self.total = torch.stack([value.sum(), value.norm()])
             return
         # The lowest number of a dtype hides what a mask hides; as a zero it hides it from the comparison.
         value = value.detach().float()
@@ -65,6 +68,14 @@ def difference(whole, mine, layout, half) -> str | None:
     if len(dims) != 1:
         return None
     return _of_positions(whole, mine, dims[0], layout, half)
+
+
+def pooled_otherwise(whole, mine, half) -> str | None:
+    """As `difference`, for what has no position any more: a row's pooled states, `(B, H)`."""
+    if whole.total is None or mine.total is None or whole.shape != mine.shape:
+        return None
+    error = float(((whole.total - mine.total).abs() / (whole.total[1] + 1e-20)).max())
+    return f"values that differ by {error:.1e} relative" if error > (_TOLERANCE_HALF if half else _TOLERANCE) else None
 
 
 def _of_positions(whole, mine, dim, layout, half):
