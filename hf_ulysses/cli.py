@@ -71,7 +71,7 @@ def _check(config_file) -> None:
     """What `hf-ulysses check` says, on the first rank; every rank ends if there is an error."""
     from rich.console import Console
 
-    from .commands.app import checked, show_lines
+    from .planner.app import checked, show_lines
 
     if config_file is None:
         sys.exit("python -m hf_ulysses: --check needs --config_file, the Accelerate YAML.")

@@ -26,8 +26,8 @@ from rich.console import Console
 from tiny_llama import byte_tokenizer, tiny_llama
 from transformers.utils import logging
 
-from hf_ulysses.commands.compare import Wording, compare, plot, show
-from hf_ulysses.commands.runs import Run, progress_bar, train
+from hf_ulysses.planner.compare import Wording, compare, plot, show
+from hf_ulysses.planner.runs import Run, progress_bar, train
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "outputs" / "quickstart"

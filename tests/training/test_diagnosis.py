@@ -2,10 +2,10 @@
 
 import pytest
 
-from hf_ulysses.commands.bench import against_baseline, bench, plot
-from hf_ulysses.commands.runs import progress_bar
-from hf_ulysses.commands.verify import prepare, verify
-from hf_ulysses.commands.yaml_file import Layout
+from hf_ulysses.planner.bench import against_baseline, bench, plot
+from hf_ulysses.planner.runs import progress_bar
+from hf_ulysses.planner.verify import prepare, verify
+from hf_ulysses.planner.yaml_file import Layout
 
 # Under a launcher without `-m hf_ulysses` it is an ordinary program.
 PROGRAM = """

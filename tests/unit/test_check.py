@@ -7,8 +7,8 @@ import pytest
 import yaml
 from transformers import LlamaConfig
 
-from hf_ulysses.commands.check import ERROR, WARNING, Case, Machine, check
-from hf_ulysses.commands.yaml_file import Layout, read, with_sp
+from hf_ulysses.planner.check import ERROR, WARNING, Case, Machine, check
+from hf_ulysses.planner.yaml_file import Layout, read, with_sp
 from hf_ulysses.memory import Settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"

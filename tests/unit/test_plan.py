@@ -8,8 +8,8 @@ import pytest
 from transformers import CONFIG_MAPPING, LlamaConfig
 from typer.testing import CliRunner
 
-from hf_ulysses.commands.app import app
-from hf_ulysses.commands.yaml_file import read
+from hf_ulysses.planner.app import app
+from hf_ulysses.planner.yaml_file import read
 from hf_ulysses.memory import Settings
 from hf_ulysses.planner.plan import Planner, Setup
 from hf_ulysses.planner.states import ENGINES, Sizes, states_of
@@ -183,7 +183,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line(tiny, name, monkeypatch, capsys):
-    from hf_ulysses.commands.app import main
+    from hf_ulysses.planner.app import main
 
     arguments, message = BAD[name]
     arguments = arguments if "--model" in arguments else ["--model", str(tiny), *arguments]

@@ -98,8 +98,8 @@ def plan(
 
     One step of the real model runs on tensors that have sizes and no contents. Exit code 1: it does not fit.
     """
-    from ..planner.plan import Planner, Setup
-    from ..planner.step import Step
+    from .plan import Planner, Setup
+    from .step import Step
 
     _one_of("--loss", loss, ("full", "tiled"))
     _one_of("--trainer", trainer, ("trainer", "sft", "dpo"))
@@ -120,7 +120,7 @@ def plan(
         else:
             found = planner.plan(setup)
         if png is not None:
-            from ..planner.picture import draw
+            from .picture import draw
 
             draw(planner, found.setup, found.setup.step.length, png, tell)
     if write is not None:

@@ -1,6 +1,6 @@
 """Launching training programs and reading what they log: what `verify`, `bench` and scripts/quickstart.py share.
 
-A program that is run by `python -m hf_ulysses.commands.runs LOG PROGRAM ARGS` is not changed: the Trainer's list of default
+A program that is run by `python -m hf_ulysses.planner.runs LOG PROGRAM ARGS` is not changed: the Trainer's list of default
 callbacks gets one more, which writes a line of JSON per logging step. PROGRAM may be `-m hf_ulysses PROGRAM`.
 """
 
@@ -82,7 +82,7 @@ def launched(config_file, log, program: list[str], plugin: bool) -> list[str]:
         port = str(probe.getsockname()[1])
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file), "--main_process_port", port]
     inner = ["-m", "hf_ulysses", "--config_file", str(config_file)] if plugin else []
-    return [*launch, "-m", "hf_ulysses.commands.runs", str(log), *inner, *program]
+    return [*launch, "-m", "hf_ulysses.planner.runs", str(log), *inner, *program]
 
 
 # -- in the program's process -------------------------------------------------------------------------------------------

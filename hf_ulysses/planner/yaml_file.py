@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from ..memory import Settings
-from ..planner.states import ENGINES
+from .states import ENGINES
 
 PREFIX = "parallelism_config_"
 
