@@ -53,13 +53,12 @@ def _config(model):
 
 @contextmanager
 def _progress(what):
-    """`tell(length)`: a bar on stderr that says which length is being measured."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    """`tell(length)` after each plan: a bar on stderr that says which length was measured."""
+    from .runs import progress_bar
 
-    columns = (TextColumn("{task.description:<40}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda length: bar.update(task, description=f"{what}: {length:,} tokens measured")
+    with progress_bar() as bar:
+        task = bar.add_task(what, total=None, note="")
+        yield lambda length: bar.update(task, advance=1, note=f"{length:,} tokens")
 
 
 # -- plan -----------------------------------------------------------------------------------------------------------------
@@ -90,6 +89,8 @@ def plan(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32: what weights are loaded in.")] = "bfloat16",
     lora_rank: Annotated[int, typer.Option(help="Train LoRA of this rank on all linear layers; 0 trains all weights.")] = 0,
     liger: Annotated[bool, typer.Option(help="With Liger's norms and loss.")] = False,
+    images: Annotated[int, typer.Option(help="Images of every row, for a vision-language model.")] = 0,
+    image_tokens: Annotated[int, typer.Option(help="Tokens of the row that each image becomes.")] = 256,
     write: Annotated[Path | None, typer.Option(help="Write the layout as an Accelerate YAML.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw memory by component over the row's length.")] = None,
     as_json: Json = False,
@@ -104,27 +105,36 @@ def plan(
     _one_of("--loss", loss, ("full", "tiled"))
     _one_of("--trainer", trainer, ("trainer", "sft", "dpo"))
     _one_of("--dtype", dtype, ("bfloat16", "float16", "float32"))
+    for option, value, least in (("--micro-batch", micro_batch, 1), ("--seq-length", seq_length, 1), ("--images", images, 0), ("--lora-rank", lora_rank, 0)):
+        if value is not None and value < least:
+            raise ValueError(f"{option} must be at least {least}, not {value}.")
     chunks = int(head_chunks) if head_chunks.isdecimal() else head_chunks
     switches = Settings(loss == "tiled", tiled_mlp, tiled_norms, offload_checkpoints, chunks, memory)
     if (offload_checkpoints or memory) and not gradient_checkpointing:
         raise ValueError("--offload-checkpoints needs --gradient-checkpointing: without it there are no checkpoints.")
     planner = Planner(_config(model))
-    step = Step(seq_length or 0, sp_size or 1, micro_batch, dtype, False, gradient_checkpointing, attn, switches, trainer, lora_rank, liger)
+    step = Step(seq_length or 0, sp_size or 1, micro_batch, dtype, False, gradient_checkpointing, attn, switches, trainer, lora_rank, liger, images, image_tokens)
     setup = Setup(num_gpus, step, gpu_memory_gib, engine or "zero3", offload_optimizer, offload_params, gpus_per_node, host_memory_gib)
-    with _progress("planning") as tell, _quiet():
+    with _progress("planning") as tell, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if png is not None:
+            from .pictures import memory_over_length
         if seq_length is None:
             size = sp_size or max(n for n in planner.sp_sizes(num_gpus) if gpus_per_node % n == 0 or n == num_gpus)
-            found = planner.longest(replace(setup, step=replace(step, sp_size=size)), tell)
+            found = planner.longest(setup.with_step(sp_size=size), tell)
         elif sp_size is None or engine is None:
             found = planner.recommend(setup, sp_size, engine, tell)
         else:
             found = planner.plan(setup)
         if png is not None:
-            from .picture import draw
-
-            draw(planner, found.setup, found.setup.step.length, png, tell)
+            memory_over_length(planner, found.setup, png, tell)
     if write is not None:
-        _layout_of(found.setup).write(write, f"Planned by hf-ulysses for {model}, rows of {found.setup.step.length:,} tokens: {found.peak_memory_gib:.1f} GiB per GPU.")
+        from .yaml_file import document_of
+        from .yaml_file import write as write_yaml
+
+        precision = "no" if dtype == "float32" and found.setup.engine.startswith("zero") else "bf16"
+        why = f"Planned by hf-ulysses for {model}, rows of {found.setup.step.length:,} tokens: {found.peak_memory_gib:.1f} GiB per GPU."
+        write_yaml(document_of(found.setup, precision), write, why)
     _print_json({"model": model, **found.document()}) if as_json else _show_plan(model, found)
     raise typer.Exit(0 if found.fits else 1)
 
@@ -132,22 +142,6 @@ def plan(
 def _one_of(option, value, allowed):
     if value not in allowed:
         raise ValueError(f"{option} must be one of {', '.join(allowed)}, not {value!r}.")
-
-
-@contextmanager
-def _quiet():
-    """Without the libraries' warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _layout_of(setup):
-    from .yaml_file import Layout
-
-    precision = "no" if setup.step.dtype == "float32" and setup.engine.startswith("zero") else "bf16"
-    step = setup.step
-    return Layout(setup.num_gpus, step.sp_size, setup.engine, setup.offload_optimizer, setup.offload_params, setup.gpus_per_node, precision, step.memory)
 
 
 def _show_plan(model, found):
@@ -263,7 +257,7 @@ def bench(
         if not script.exists():
             raise ValueError(f"bench --attention runs {script.name} of a checkout of hf_ulysses, and this is an installed one.")
         os.execv(sys.executable, [sys.executable, str(script), *(["--json"] if as_json else []), *context.args])
-    from .bench import against_baseline, plot
+    from .bench import against_baseline
     from .bench import bench as run
     from .runs import progress_bar
 
@@ -272,7 +266,6 @@ def bench(
     numbers = [_numbers(option, text) for option, text in (("--sp-sizes", sp_sizes), ("--lengths", lengths))]
     with progress_bar() as progress:
         rows = run(config_file, _program(context), *numbers, steps, length_option, output.absolute(), progress)
-    plot(rows, output / "bench.png")
     if as_json:
         _print_json(rows)
         return
@@ -315,16 +308,22 @@ def config(
     as_json: Json = False,
 ) -> None:
     """Write an Accelerate YAML with sequence parallelism; asks for what no option says."""
-    from .yaml_file import Layout
-
-    num_gpus = num_gpus or typer.prompt("How many GPUs, over all nodes?", type=int)
-    sp_size = sp_size or typer.prompt("How many of them share a row (sp_size)?", type=int, default=min(num_gpus, gpus_per_node))
-    engine = engine or typer.prompt("Which engine (ddp, zero0 to zero3, fsdp2)?", default="zero3")
+    given = bool(num_gpus and sp_size and engine)
+    num_gpus = num_gpus or typer.prompt("How many GPUs, over all nodes?", type=int, err=as_json)
+    sp_size = sp_size or typer.prompt("How many of them share a row (sp_size)?", type=int, default=min(num_gpus, gpus_per_node), err=as_json)
+    engine = engine or typer.prompt("Which engine (ddp, zero0 to zero3, fsdp2)?", default="zero3", err=as_json)
     if offload_optimizer is None:
-        offload_optimizer = engine not in ("ddp", "zero0") and not as_json and sys.stdin.isatty() and typer.confirm("Optimizer states in CPU memory?", default=False)
-    layout = Layout(num_gpus, sp_size, engine, offload_optimizer, False, gpus_per_node, mixed_precision, Settings(memory=memory))
-    layout.write(write, f"hf-ulysses config: {engine}, {num_gpus} GPUs, one row over {sp_size}.")
-    _print_json(layout.document()) if as_json else Console().print(f"Written: {write}. Next: accelerate launch --config_file {write} -m hf_ulysses train.py", markup=False)
+        offload_optimizer = not given and engine not in ("ddp", "zero0") and typer.confirm("Optimizer states in CPU memory?", default=False, err=as_json)
+    from .plan import Setup
+    from .step import Step
+    from .yaml_file import document_of
+    from .yaml_file import write as write_yaml
+
+    _one_of("--mixed-precision", mixed_precision, ("bf16", "fp16", "no"))
+    setup = Setup(num_gpus, Step(0, sp_size, memory=Settings(memory=memory)), engine=engine, offload_optimizer=offload_optimizer, gpus_per_node=gpus_per_node)
+    document = document_of(setup, mixed_precision)
+    write_yaml(document, write, f"hf-ulysses config: {engine}, {num_gpus} GPUs, one row over {sp_size}.")
+    _print_json(document) if as_json else Console().print(f"Written: {write}. Next: accelerate launch --config_file {write} -m hf_ulysses train.py", markup=False)
 
 
 if __name__ == "__main__":

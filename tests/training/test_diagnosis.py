@@ -2,10 +2,12 @@
 
 import pytest
 
-from hf_ulysses.planner.bench import against_baseline, bench, plot
+from hf_ulysses.planner.bench import against_baseline, bench
+from hf_ulysses.planner.plan import Setup
 from hf_ulysses.planner.runs import progress_bar
+from hf_ulysses.planner.step import Step
 from hf_ulysses.planner.verify import prepare, verify
-from hf_ulysses.planner.yaml_file import Layout
+from hf_ulysses.planner.yaml_file import document_of, write
 
 # Under a launcher without `-m hf_ulysses` it is an ordinary program.
 PROGRAM = """
@@ -37,7 +39,7 @@ OPTIONS = "--use_cpu --per_device_train_batch_size 1 --optim sgd --learning_rate
 
 def program(tmp_path, plant=""):
     (tmp_path / "program.py").write_text(PROGRAM.replace("PLANT", plant))
-    Layout(2, 2, "ddp", mixed_precision="no").write(tmp_path / "c.yaml", "a test")
+    write(document_of(Setup(2, Step(0, 2), engine="ddp"), "no"), tmp_path / "c.yaml", "a test")
     return [str(tmp_path / "program.py"), *OPTIONS.split()]
 
 
@@ -64,12 +66,12 @@ def test_bench_goes_on_where_it_stopped_and_oom_is_a_row(tmp_path):
     arguments = (tmp_path / "c.yaml", program(tmp_path), [1, 2])
     with progress_bar() as progress:
         first = bench(*arguments, [64], 4, "--max_length", tmp_path / "out", progress)
-        before = (tmp_path / "out" / "sp1-64" / "bench.jsonl").stat().st_mtime_ns
+        before = (tmp_path / "out" / "sp1-64" / "steps.jsonl").stat().st_mtime_ns
         rows = bench(*arguments, [64, 2048], 4, "--max_length", tmp_path / "out", progress)
     assert [(row["length"], row["sp_size"], row["status"]) for row in rows] == [
         (64, 1, "ok"), (64, 2, "ok"), (2048, 1, "out of memory"), (2048, 2, "out of memory"),
     ]  # fmt: skip
-    assert rows[:2] == first and (tmp_path / "out" / "sp1-64" / "bench.jsonl").stat().st_mtime_ns == before
+    assert rows[:2] == first and (tmp_path / "out" / "sp1-64" / "steps.jsonl").stat().st_mtime_ns == before
     assert against_baseline(rows, rows[0]) == 1 and against_baseline(rows, rows[2]) is None
     assert rows[0]["peak_gib"] > 0.05 and rows[0]["tokens_per_second"] > 0
-    plot(rows, tmp_path / "bench.png")
+    assert (tmp_path / "out" / "bench.png").exists()
