@@ -16,7 +16,8 @@ from pathlib import Path
 
 from ..cli import main, run_program
 
-SECONDS_WITHOUT_A_STEP = 300
+# The first one waits for models to load, for DeepSpeed to compile, and for whatever else the machine does.
+SECONDS_WITHOUT_A_STEP = 900
 
 
 @dataclass
