@@ -123,20 +123,29 @@ class Planner:
     def longest(self, setup: Setup, tell=lambda _: None) -> Plan:
         """The plan of the longest row that fits, to 1 %, or of a short one if none does. `tell(length)` after each plan."""
         unit = setup.step.sp_size * 64
+        shortest = unit * (16 + setup.step.images * (setup.step.image_tokens + 1) // unit)
 
         def at(length):
+            length = int(length) // unit * unit
             plan = self.plan(setup.with_step(length=length))
             tell(length)
-            return plan
+            room = 1 - plan.peak_memory_gib / setup.gpu_memory_gib
+            return length, room if setup.host_memory_gib is None else min(room, 1 - plan.host_memory_gib / setup.host_memory_gib), plan
 
-        best, high = at(16 * unit), None
-        if not best.fits:
+        low, room, best = at(shortest)
+        if room < 0:
             return replace(best, max_seq_length=0)
-        while high is None or high - best.setup.step.length > max(unit, 0.01 * best.setup.step.length):
-            low = best.setup.step.length
-            plan = at(4 * low if high is None else (low + high) // 2 // unit * unit)
-            best, high = (plan, high) if plan.fits else (best, plan.setup.step.length)
-        return replace(best, max_seq_length=best.setup.step.length)
+        high, tries = None, 0
+        while high is None or high - low > max(unit, 0.01 * low):
+            # Memory is nearly a straight line; where it is not, halves end the search.
+            guess = 16 * low if high is None else low + (high - low) * (room / (room - beyond) if tries < 8 else 0.5)
+            guess, left, plan = at(guess if high is None else min(max(guess, low + unit, 1.008 * low), high - unit))
+            if left >= 0:
+                low, room, best = guess, left, plan
+            else:
+                high, beyond = guess, left
+            tries += high is not None
+        return replace(best, max_seq_length=low)
 
     def sp_sizes(self, num_gpus) -> list:
         """Those that divide the GPUs and give every rank equally many query heads."""

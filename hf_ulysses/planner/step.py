@@ -85,10 +85,10 @@ def fake_world(size):
 def build(config, step: Step):
     """The real class without weights, as `step` trains it, and the FakeTensorMode that it lives in."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.modeling_utils import local_torch_dtype
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    with_images = step.images or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    auto = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
     fake, dtype = FakeTensorMode(allow_non_fake_inputs=True), _dtype(step)
     with fake:
         # There is nothing to initialize, and some models look at the values.
@@ -113,23 +113,13 @@ def build(config, step: Step):
                 model.enable_input_require_grads()
             lora = LoraConfig(r=step.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
             # Fake parameters cannot be moved; adapters are where they belong, in the dtype that engines cast them to.
-            with mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module), _default_dtype(dtype):
+            with mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module), local_torch_dtype(dtype):
                 model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     return model, fake
 
 
 def _dtype(step):
     return torch.float32 if step.autocast else getattr(torch, step.dtype)
-
-
-@contextmanager
-def _default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def layers_of(model):
