@@ -85,8 +85,8 @@ def test_planned_peak_is_the_real_one(ranks, single, name, sp_size):
 def test_one_chunk_of_everything_on(ranks, single):
     """The shape of an 8B model, in units of one rank's hidden states: what plans of 5M tokens are made of.
 
-    Elsewhere one chunk takes 18 of them (86.2 GiB at 5M tokens over 8 ranks) and four take 13. Here one takes less than 14:
-    in attention's backward there are the whole row's query, key, value, output and their gradients, the kernel's own
+    Elsewhere one chunk takes 18 of them (86.2 GiB at 5M tokens over 8 ranks) and four take 13. Here one takes 13 and, as this
+    model is small, the weights' gradients: in attention's backward there are the whole row's query, key, value, output and their gradients, the kernel's own
     buffers, and of the shard the layer's input, the one brought ahead, the norm's result and the residual's gradient. Local
     query, key and value are gone once exchanged, attention reads what arrived in place, and its output is not kept twice.
     """
@@ -98,7 +98,7 @@ def test_one_chunk_of_everything_on(ranks, single):
         peaks[chunks] = ranks(2).run(real_peak, step, **sizes)[0] / (step.length // 2 * 256 * 2)
         planned = single(plan, step, **sizes).peak / (step.length // 2 * 256 * 2)
         assert planned == pytest.approx(peaks[chunks], rel=0.03)
-    assert peaks[4] < peaks[1] - 2 and peaks[1] < 18 - 3
+    assert peaks[4] < peaks[1] - 1 and peaks[1] < 15
 
 
 @pytest.mark.parametrize("name", ["plain", "tiled"])
