@@ -91,7 +91,7 @@ def test_one_chunk_of_everything_on(ranks, single):
     query, key and value are gone once exchanged, attention reads what arrived in place, and its output is not kept twice.
     """
     sizes = dict(hidden_size=256, intermediate_size=896, num_attention_heads=32, num_key_value_heads=8, head_dim=8)
-    everything = dict(tiled_loss=64, tiled_mlp=64, tiled_norms=8, offload_checkpoints=True)
+    everything = dict(tiled_loss=16, tiled_mlp=16, tiled_norms=8, offload_checkpoints=True)
     peaks = {}
     for chunks in (1, 4):
         step = Step(4096, 2, memory=Settings(**everything, head_chunks=chunks))
@@ -128,6 +128,7 @@ def real_with_images(step):
     from hf_ulysses.planner.images import image_batch
 
     model = tiny_model(image_config("qwen3_vl"), images=True).float().train()
+    model.set_attn_implementation("eager")
     model.activation_checkpointing_enable({"use_reentrant": False})
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
