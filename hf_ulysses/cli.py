@@ -57,21 +57,24 @@ def main(argv: list[str] | None = None) -> None:
 
         export_yaml(options.config_file)
     enable()
-    if options.module:
-        sys.argv = [options.program, *options.args]
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(options.program, run_name="__main__", alter_sys=True)
+    run_program(options.module, options.program, *options.args)
+
+
+def run_program(module: bool, program: str, *args: str) -> None:
+    """As `python PROGRAM ARGS` or `python -m PROGRAM ARGS` would, in this process."""
+    sys.argv = [program, *args]
+    sys.path.insert(0, os.getcwd() if module else os.path.dirname(os.path.abspath(program)))
+    if module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
     else:
-        sys.argv = [options.program, *options.args]
-        sys.path.insert(0, os.path.dirname(os.path.abspath(options.program)))
-        runpy.run_path(options.program, run_name="__main__")
+        runpy.run_path(program, run_name="__main__")
 
 
 def _check(config_file) -> None:
     """What `hf-ulysses check` says, on the first rank; every rank ends if there is an error."""
     from rich.console import Console
 
-    from .commands.app import checked, show_lines
+    from .planner.app import checked, show_lines
 
     if config_file is None:
         sys.exit("python -m hf_ulysses: --check needs --config_file, the Accelerate YAML.")

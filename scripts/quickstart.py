@@ -26,8 +26,9 @@ from rich.console import Console
 from tiny_llama import byte_tokenizer, tiny_llama
 from transformers.utils import logging
 
-from hf_ulysses.commands.compare import Wording, compare, plot, show
-from hf_ulysses.commands.runs import Run, progress_bar, train
+from hf_ulysses.planner.compare import Wording, compare, show
+from hf_ulysses.planner.pictures import two_trainings
+from hf_ulysses.planner.runs import Run, progress_bar, train
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "outputs" / "quickstart"
@@ -53,7 +54,7 @@ def main() -> int:
         for run in (plain, sharded):
             if not train(run, steps, progress):
                 progress.stop()
-                print("\n".join(run.output().splitlines()[-40:]), file=sys.stderr)
+                print("\n".join(run.output()[-40:]), file=sys.stderr)
                 sys.exit(f"\n{run.name}: ended after {len(run.log())} of {steps} steps. All of its output: {run.directory}/output.txt")
 
     result = compare(plain.log(), sharded.log(), TOLERANCE, REQUIRED_FALL)
@@ -65,7 +66,7 @@ def main() -> int:
     wording = Wording("one process, no SP", f"ZeRO-3, SP={SP_SIZE}", TOLERANCE, title)
     show(result, wording, console)
     console.print(result["layout"])
-    plot(result, wording, OUTPUT / "curves.png")
+    two_trainings(result, wording, OUTPUT / "curves.png")
     console.print(f"Curves: {OUTPUT / 'curves.png'}    Numbers: {OUTPUT / 'result.json'}")
     return 0 if result["passed"] else 1
 
@@ -120,7 +121,7 @@ def prepare(steps: int) -> tuple[str, Run, Run]:
 
 def layout(run: Run) -> str:
     """The line that hf_ulysses prints at the start; without it the run was no run with sequence parallelism."""
-    lines = run.output().splitlines()
+    lines = run.output()
     found = [line for line in lines if line.startswith("hf_ulysses:") and f"sp {SP_SIZE}" in line]
     if not found:
         sys.exit(f"{run.name}: hf_ulysses did not report sp {SP_SIZE} in {run.directory / 'output.txt'}")

@@ -12,6 +12,7 @@ Liger's norm: saves its input and one float32 per position; backward writes into
 """
 
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,18 +21,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # No mask builder knows it, so that no mask is made, as for flash.
 KEY = "planned"
-_running = []
 
 
 class _Flash(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query_BSHD, key_BSGD, value_BSGE):
+    def forward(ctx, storage, query_BSHD, key_BSGD, value_BSGE):
         batch, length, heads, _ = query_BSHD.shape
         out = query_BSHD.new_empty(batch, length, heads, value_BSGE.shape[-1])
         lse = query_BSHD.new_empty(batch, heads, length, dtype=torch.float32)
         ctx.save_for_backward(query_BSHD, key_BSGD, value_BSGE, out, lse)
+        ctx.storage = storage
         # Half of 2 x 2 x S x S x D each: causal.
-        _count(query_BSHD, 2)
+        storage.attended(query_BSHD.shape, 2)
         return out
 
     @staticmethod
@@ -42,18 +43,13 @@ class _Flash(torch.autograd.Function):
         if key.shape[2] != heads:
             scratch += [x.new_empty(*x.shape[:2], heads, x.shape[3]) for x in (key, value)]
         gradients = tuple(x.new_empty(x.shape) for x in (query, key, value))
-        _count(query, 5)
+        ctx.storage.attended(query.shape, 5)
         del scratch
-        return gradients
+        return None, *gradients
 
 
-def _count(query, products):
-    for storage in _running:
-        storage.attended(query.shape, products)
-
-
-def _core(module, query, key, value, attention_mask, **kwargs):
-    return _Flash.apply(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), None
+def _core(storage, module, query, key, value, attention_mask, **kwargs):
+    return _Flash.apply(storage, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), None
 
 
 def has_stand_in(attention) -> bool:
@@ -63,12 +59,10 @@ def has_stand_in(attention) -> bool:
 @contextmanager
 def attention_stand_in(storage):
     """Inside, the attention key `KEY` computes nothing and takes flash's memory; products are counted in `storage`."""
-    ALL_ATTENTION_FUNCTIONS[KEY] = _core
-    _running.append(storage)
+    ALL_ATTENTION_FUNCTIONS[KEY] = partial(_core, storage)
     try:
         yield
     finally:
-        _running.remove(storage)
         del ALL_ATTENTION_FUNCTIONS[KEY]
 
 
@@ -83,34 +77,17 @@ class _Norm(torch.autograd.Function):
         return gradient, torch.empty_like(ctx.saved_tensors[1])
 
 
-@contextmanager
-def norms_stand_in(norms):
-    """Inside, these modules take the memory of Liger's fused norms."""
-    for norm in norms:
-        norm.forward = lambda hidden, norm=norm: _Norm.apply(hidden, norm.weight)
-    try:
-        yield
-    finally:
-        for norm in norms:
-            del norm.forward
-
-
-@contextmanager
-def fused_head_stand_in():
-    """Inside, TRL's fused head takes the memory of its Triton kernels."""
-    from trl.trainer import utils
-
-    function = utils._ChunkedLogProbFunction
-    picking = SimpleNamespace(apply=lambda hidden, *more: function.apply(hidden * 1, *more))
-    folds = {name: lambda *_, **__: None for name in ("_forward_tile", "_backward_tile")}
-    with mock.patch.multiple("trl.kernels.chunked_logprob", **folds), mock.patch.object(utils, "_ChunkedLogProbFunction", picking):
-        yield
-
-
 def stand_ins(storage, attention, norms, fused_head):
-    """The contexts of a step. With an attention that is no fused kernel nothing is replaced but `norms`."""
-    yield norms_stand_in(norms)
+    """The contexts of a step. With an attention that is no fused kernel nothing is replaced but `norms`, by Liger's."""
+    for norm in norms:
+        yield mock.patch.object(norm, "forward", lambda hidden, norm=norm: _Norm.apply(hidden, norm.weight))
     if has_stand_in(attention):
         yield attention_stand_in(storage)
         if fused_head:
-            yield fused_head_stand_in()
+            from trl.trainer import utils
+
+            function = utils._ChunkedLogProbFunction
+            picking = SimpleNamespace(apply=lambda hidden, *more: function.apply(hidden * 1, *more))
+            yield mock.patch.object(utils, "_ChunkedLogProbFunction", picking)
+            folds = {name: lambda *_, **__: None for name in ("_forward_tile", "_backward_tile")}
+            yield mock.patch.multiple("trl.kernels.chunked_logprob", **folds)

@@ -6,6 +6,7 @@ launch path sets, grow by 2 MiB). On the host, 2 GiB for each process.
 """
 
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import product
 
 from ..memory import Settings
 from .states import ENGINES, sizes_of, states_of
@@ -35,13 +36,16 @@ class Setup:
     def __post_init__(self):
         if self.engine not in ENGINES:
             raise ValueError(f"The engine must be one of {', '.join(ENGINES)}, not {self.engine!r}.")
-        if self.num_gpus < 1 or self.num_gpus % self.step.sp_size:
+        if min(self.num_gpus, self.step.sp_size) < 1 or self.num_gpus % self.step.sp_size:
             valid = [n for n in range(1, self.num_gpus + 1) if self.num_gpus % n == 0]
             raise ValueError(f"sp_size={self.step.sp_size} does not divide {self.num_gpus} GPUs. Choose it from {valid}.")
         if self.engine in ("ddp", "zero0") and (self.offload_optimizer or self.offload_params):
             raise ValueError(f"{self.engine} cannot offload: choose zero2, zero3 or fsdp2.")
         if self.offload_params and self.engine not in ("zero3", "fsdp2"):
             raise ValueError(f"{self.engine} cannot offload parameters: choose zero3 or fsdp2.")
+
+    def with_step(self, **changes) -> "Setup":
+        return replace(self, step=replace(self.step, **changes))
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,10 @@ class Plan:
 
     def document(self) -> dict:
         """For `--json`."""
-        setup = {f.name: getattr(self.setup, f.name) for f in fields(Setup) if f.name != "step"}
-        setup["host_memory_limit_gib"] = setup.pop("host_memory_gib")
-        step = asdict(self.setup.step)
-        own = {f.name: getattr(self, f.name) for f in fields(Plan) if f.name != "setup"}
-        return {**own, "seq_length": step.pop("length"), **setup, **step}
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        setup = asdict(own.pop("setup"))
+        step, limit = setup.pop("step"), setup.pop("host_memory_gib")
+        return {**own, "seq_length": step.pop("length"), "host_memory_limit_gib": limit, **setup, **step}
 
 
 class Planner:
@@ -78,27 +81,22 @@ class Planner:
         self.config = config
         self._built, self._measured = {}, {}
 
-    def _model(self, step):
-        key = (step.dtype, step.autocast, step.checkpointing, step.attention, step.trainer, step.lora_rank)
-        if key not in self._built:
-            self._built[key] = build(self.config, step)
-        return self._built[key]
-
     def plan(self, setup: Setup) -> Plan:
-        step = setup.step
         # DDP computes in bfloat16 from float32 weights by autocast; DeepSpeed and FSDP2 cast the weights.
-        step = replace(step, autocast=setup.engine == "ddp" and step.dtype == "float32")
+        step = replace(setup.step, autocast=setup.engine == "ddp" and setup.step.dtype == "float32")
         if setup.engine == "fsdp2" and step.dtype == "float32":
             step = replace(step, dtype="bfloat16")
-        model, fake = self._model(step)
+        kind = replace(step, length=0, sp_size=1, batch=1, memory=Settings())
+        if kind not in self._built:
+            self._built[kind] = build(self.config, step)
+        model, fake = self._built[kind]
         if step not in self._measured:
             self._measured[step] = measure(model, fake, step)
-        measured = self._measured[step]
         width = 4 if step.dtype == "float32" else 2
         reference = step.trainer == "dpo" and not step.lora_rank
         offload = setup.offload_optimizer, setup.offload_params
         states = states_of(setup.engine, sizes_of(model, layers_of(model)[2]), setup.num_gpus, width, *offload, reference)
-        return self._sum(setup, measured, states)
+        return self._sum(setup, self._measured[step], states)
 
     def _sum(self, setup, measured, states):
         running = measured.peak * (1 + FRAGMENTATION) + states.gathered
@@ -123,42 +121,30 @@ class Planner:
         return Plan(setup, total, fits, host, breakdown, measured.sent / GIB, measured.flops, None, notes)
 
     def longest(self, setup: Setup, tell=lambda _: None) -> Plan:
-        """The plan of the longest row that fits, to 1 %, or of a short one if none does.
-
-        Memory is nearly a straight line over the length, so few lengths are tried: each where the line through the last
-        two meets the limit.
-        """
+        """The plan of the longest row that fits, to 1 %, or of a short one if none does. `tell(length)` after each plan."""
         unit = setup.step.sp_size * 64
+        shortest = unit * (16 + setup.step.images * (setup.step.image_tokens + 1) // unit)
 
         def at(length):
-            plan = self.plan(replace(setup, step=replace(setup.step, length=length)))
+            length = int(length) // unit * unit
+            plan = self.plan(setup.with_step(length=length))
             tell(length)
-            room = [(setup.gpu_memory_gib - plan.peak_memory_gib) / setup.gpu_memory_gib]
-            if setup.host_memory_gib is not None:
-                room.append((setup.host_memory_gib - plan.host_memory_gib) / setup.host_memory_gib)
-            return plan, min(room)
+            room = 1 - plan.peak_memory_gib / setup.gpu_memory_gib
+            return length, room if setup.host_memory_gib is None else min(room, 1 - plan.host_memory_gib / setup.host_memory_gib), plan
 
-        low, low_room = best, room = at(16 * unit)
+        low, room, best = at(shortest)
         if room < 0:
             return replace(best, max_seq_length=0)
-        low, high, high_room, guess = 16 * unit, None, None, 128 * unit
-        for _ in range(24):
-            plan, room = at(guess)
-            if room >= 0:
-                slope, low, low_room, best = (low_room - room) / (guess - low), guess, room, plan
+        high, tries = None, 0
+        while high is None or high - low > max(unit, 0.01 * low):
+            # Memory is nearly a straight line; where it is not, halves end the search.
+            guess = 16 * low if high is None else low + (high - low) * (room / (room - beyond) if tries < 8 else 0.5)
+            guess, left, plan = at(guess if high is None else min(max(guess, low + unit, 1.008 * low), high - unit))
+            if left >= 0:
+                low, room, best = guess, left, plan
             else:
-                high, high_room = guess, room
-            if high is not None:
-                if high - low <= max(unit, 0.01 * low):
-                    break
-                slope = (low_room - high_room) / (high - low)
-            # A little short of the line: a length that fits ends the search.
-            guess = low + int(0.995 * low_room / slope) if slope > 0 else 8 * low
-            guess = min(guess, 64 * low) // unit * unit
-            if low_room < 0.005 or guess <= low:
-                break
-            if high is not None and guess >= high:
-                guess = (low + high) // 2 // unit * unit
+                high, beyond = guess, left
+            tries += high is not None
         return replace(best, max_seq_length=low)
 
     def sp_sizes(self, num_gpus) -> list:
@@ -168,19 +154,14 @@ class Planner:
 
     def recommend(self, setup: Setup, sp_size=None, engine=None, tell=lambda _: None) -> Plan:
         """The first plan that fits, cheapest first: without offloading, without memory switches, few ranks per row."""
-        sizes = [sp_size] if sp_size else self.sp_sizes(setup.num_gpus)
-        engines = [engine] if engine else ["zero2", "zero3"]
         memories = dict.fromkeys([setup.step.memory, Settings(memory="max") if setup.step.checkpointing else setup.step.memory])
         offloads = dict.fromkeys([setup.offload_optimizer, engine not in ("ddp", "zero0")])
-        last = None
-        for offload in offloads:
-            for memory in memories:
-                for size in sizes:
-                    for name in engines:
-                        step = replace(setup.step, sp_size=size, memory=memory)
-                        plan = self.plan(replace(setup, step=step, engine=name, offload_optimizer=offload))
-                        tell(step.length)
-                        if plan.fits:
-                            return plan
-                        last = min(last or plan, plan, key=lambda plan: plan.peak_memory_gib)
-        return last
+        sizes = [sp_size] if sp_size else self.sp_sizes(setup.num_gpus)
+        least = None
+        for offload, memory, size, name in product(offloads, memories, sizes, [engine] if engine else ["zero2", "zero3"]):
+            plan = self.plan(replace(setup, engine=name, offload_optimizer=offload).with_step(sp_size=size, memory=memory))
+            tell(setup.step.length)
+            if plan.fits:
+                return plan
+            least = min(least or plan, plan, key=lambda plan: plan.peak_memory_gib)
+        return least

@@ -21,6 +21,8 @@ when activations are gone.
 
 from dataclasses import dataclass
 
+import torch
+
 ENGINES = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2")
 LIVE_PARAMETERS, REDUCE_BUCKET, SUB_GROUP = 10**9, 5 * 10**8, 10**9
 
@@ -55,7 +57,9 @@ def sizes_of(model, layers) -> Sizes:
         found = {id(p): p for module in modules for p in module.parameters()}.values()
         return sum(p.numel() for p in found), sum(p.numel() for p in found if p.requires_grad)
 
-    total, inside = count([model]), count(layers)
+    total = count([model])
+    # The towers' layers, too.
+    inside = count([layer for found in model.modules() if isinstance(found, torch.nn.ModuleList) for layer in found])
     layer = max((count([layer]) for layer in layers), default=(0, 0))
     return Sizes(*total, *layer, total[0] - inside[0], total[1] - inside[1])
 

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ..core.attachment import attach
 from ..core.entrance import decoder_of
 from ..memory import Settings, loss, offload, per_position, switch_on
+from .images import WholeNumbers, image_batch
 from .kernels import KEY, has_stand_in, stand_ins
 from .live import LiveStorage
 
@@ -39,6 +40,7 @@ class Step:
         trainer (`str`): "trainer" (the model's own loss), "sft" (TRL's fused head), "dpo" (twice the rows, fused head).
         lora_rank (`int`): of LoRA on all linear layers, 0 is none.
         liger (`bool`): fused norms, and the loss in tiles as Liger makes them.
+        images, image_tokens (`int`): images of every row, and the tokens of `length` that each of them becomes.
     """
 
     length: int
@@ -52,6 +54,8 @@ class Step:
     trainer: str = "trainer"
     lora_rank: int = 0
     liger: bool = False
+    images: int = 0
+    image_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,12 +84,16 @@ def fake_world(size):
 
 def build(config, step: Step):
     """The real class without weights, as `step` trains it, and the FakeTensorMode that it lives in."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+    from transformers.modeling_utils import local_torch_dtype
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    dtype = torch.float32 if step.autocast else getattr(torch, step.dtype)
+    auto = AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
+    fake, dtype = FakeTensorMode(allow_non_fake_inputs=True), _dtype(step)
     with fake:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").train()
+        # There is nothing to initialize, and some models look at the values.
+        with mock.patch.object(PreTrainedModel, "initialize_weights", lambda model: None):
+            model = auto.from_config(config, dtype=dtype, attn_implementation="eager").train()
         if step.trainer != "trainer":
             from trl.trainer.utils import add_fused_lm_head
 
@@ -96,7 +104,7 @@ def build(config, step: Step):
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
             enable({"use_reentrant": False, "preserve_rng_state": False})
         attention = KEY if has_stand_in(step.attention) else step.attention
-        for part in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+        for part in {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}.values():
             part._attn_implementation = attention
         if step.lora_rank:
             from peft import LoraConfig, get_peft_model
@@ -105,19 +113,13 @@ def build(config, step: Step):
                 model.enable_input_require_grads()
             lora = LoraConfig(r=step.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
             # Fake parameters cannot be moved; adapters are where they belong, in the dtype that engines cast them to.
-            with mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module), _default_dtype(dtype):
+            with mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module), local_torch_dtype(dtype):
                 model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     return model, fake
 
 
-@contextmanager
-def _default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+def _dtype(step):
+    return torch.float32 if step.autocast else getattr(torch, step.dtype)
 
 
 def layers_of(model):
@@ -175,22 +177,29 @@ def _measure(model, fake, step, whole):
         if not whole:
             stack.enter_context(mock.patch.object(loss, "cut", _first_tiles(storage)))
         stack.enter_context(fake)
-        tokens = torch.zeros(step.batch * (2 if step.trainer == "dpo" else 1), step.length, dtype=torch.long)
+        rows = step.batch * (2 if step.trainer == "dpo" else 1)
+        with_images = step.images or hasattr(model.config, "vision_config")
+        if with_images:
+            stack.enter_context(WholeNumbers())
+        batch = {"input_ids": torch.zeros(rows, step.length, dtype=torch.long)}
+        batch["labels"] = batch["input_ids"]
+        if with_images:
+            batch |= image_batch(model, batch["input_ids"], step.images, step.image_tokens, _dtype(step))
         stack.enter_context(storage)
-        storage.ignore([*model.parameters(), *model.buffers(), tokens])
-        run(model, tokens, step)
+        storage.ignore([*model.parameters(), *model.buffers(), *batch.values()])
+        run(model, batch, step)
     host = sum(handle.host.allocated for handle in handles if hasattr(handle, "host"))
     return Measured(storage.peak, storage.logits_at_peak, host, storage.sent, storage.flops)
 
 
-def run(model, tokens, step):
+def run(model, batch, step):
     """Forward and backward of whole rows, as the Trainer does them: the one place that knows how a batch goes into a model."""
     fused = {"fused_lm_head": True} if step.trainer != "trainer" else {}
     with torch.autocast("cpu", torch.bfloat16, enabled=step.autocast):
         if step.trainer == "dpo":
             with torch.no_grad():
-                model(input_ids=tokens, labels=tokens, **fused)
-        output = model(input_ids=tokens, labels=tokens, **fused)
+                model(**batch, **fused)
+        output = model(**batch, **fused)
         total = output.log_probs.sum() if step.trainer == "dpo" else output.loss
     # As the Trainer, which keeps its outputs in a local variable of a function that has returned.
     del output

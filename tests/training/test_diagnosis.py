@@ -1,11 +1,18 @@
 """`hf-ulysses verify` and `bench` on a program of somebody's own, in processes of their own."""
 
+import json
+import os
+
 import pytest
 
-from hf_ulysses.commands.bench import against_baseline, bench, plot
-from hf_ulysses.commands.runs import progress_bar
-from hf_ulysses.commands.verify import prepare, verify
-from hf_ulysses.commands.yaml_file import Layout
+from hf_ulysses.planner.bench import against_baseline, bench
+from hf_ulysses.planner.plan import Setup
+from hf_ulysses.planner.runs import progress_bar
+from hf_ulysses.planner.step import Step
+from hf_ulysses.planner.verify import prepare, verify
+from hf_ulysses.planner.yaml_file import document_of, write
+
+slow = pytest.mark.skipif(os.environ.get("HF_ULYSSES_TEST_ALL") != "1", reason="HF_ULYSSES_TEST_ALL=1 launches more programs")
 
 # Under a launcher without `-m hf_ulysses` it is an ordinary program.
 PROGRAM = """
@@ -37,11 +44,11 @@ OPTIONS = "--use_cpu --per_device_train_batch_size 1 --optim sgd --learning_rate
 
 def program(tmp_path, plant=""):
     (tmp_path / "program.py").write_text(PROGRAM.replace("PLANT", plant))
-    Layout(2, 2, "ddp", mixed_precision="no").write(tmp_path / "c.yaml", "a test")
+    write(document_of(Setup(2, Step(0, 2), engine="ddp"), "no"), tmp_path / "c.yaml", "a test")
     return [str(tmp_path / "program.py"), *OPTIONS.split()]
 
 
-@pytest.mark.parametrize("plant", ["", SHIFTED_AFTER_THE_CUT], ids=["right", "labels shifted after the cut"])
+@pytest.mark.parametrize("plant", [pytest.param("", marks=slow, id="right"), pytest.param(SHIFTED_AFTER_THE_CUT, id="labels shifted after the cut")])
 def test_verify_finds_a_planted_loss_bug(tmp_path, plant):
     command = [*program(tmp_path, plant), "--max_length", "33"]
     runs, wording = prepare(tmp_path / "c.yaml", command, 4, tmp_path / "out")
@@ -53,6 +60,7 @@ def test_verify_finds_a_planted_loss_bug(tmp_path, plant):
     assert (tmp_path / "out" / "verify.png").exists() and (tmp_path / "out" / "verify.json").exists()
 
 
+@slow
 def test_a_program_that_fails_is_said(tmp_path):
     command = [*program(tmp_path, "raise SystemExit('no')"), "--max_length", "33"]
     runs, wording = prepare(tmp_path / "c.yaml", command, 4, tmp_path / "out")
@@ -60,16 +68,41 @@ def test_a_program_that_fails_is_said(tmp_path):
         verify(runs, wording, 4, tmp_path / "out", progress)
 
 
+@slow
 def test_bench_goes_on_where_it_stopped_and_oom_is_a_row(tmp_path):
     arguments = (tmp_path / "c.yaml", program(tmp_path), [1, 2])
     with progress_bar() as progress:
         first = bench(*arguments, [64], 4, "--max_length", tmp_path / "out", progress)
-        before = (tmp_path / "out" / "sp1-64" / "bench.jsonl").stat().st_mtime_ns
+        before = (tmp_path / "out" / "sp1-64" / "steps.jsonl").stat().st_mtime_ns
         rows = bench(*arguments, [64, 2048], 4, "--max_length", tmp_path / "out", progress)
     assert [(row["length"], row["sp_size"], row["status"]) for row in rows] == [
         (64, 1, "ok"), (64, 2, "ok"), (2048, 1, "out of memory"), (2048, 2, "out of memory"),
     ]  # fmt: skip
-    assert rows[:2] == first and (tmp_path / "out" / "sp1-64" / "bench.jsonl").stat().st_mtime_ns == before
+    assert rows[:2] == first and (tmp_path / "out" / "sp1-64" / "steps.jsonl").stat().st_mtime_ns == before
     assert against_baseline(rows, rows[0]) == 1 and against_baseline(rows, rows[2]) is None
     assert rows[0]["peak_gib"] > 0.05 and rows[0]["tokens_per_second"] > 0
-    plot(rows, tmp_path / "bench.png")
+    assert (tmp_path / "out" / "bench.png").exists()
+
+
+def test_rows_of_bench(tmp_path, monkeypatch):
+    """What `bench` makes of logs and outputs, without launching: numbers, out of memory, what was there before."""
+    launched = []
+
+    def train(run, steps, progress):
+        launched.append(run.name)
+        if "sp 2, 2,048" in run.name:
+            (run.directory / "output.txt").write_text("torch.OutOfMemoryError: CUDA out of memory\n")
+            return False
+        entry = dict(loss=1.0, seconds=0.5, peak_bytes=2**30, micro_batch=1, accumulation=3)
+        (run.directory / run.log_name).write_text(f"{json.dumps(entry)}\n" * steps)
+        return True
+
+    monkeypatch.setattr("hf_ulysses.planner.bench.train", train)
+    arguments = (tmp_path / "c.yaml", program(tmp_path), [2, 1])
+    bench(*arguments, [64], 4, "--max_length", tmp_path / "out", None)
+    rows = bench(*arguments, [64, 2048], 4, "--max_length", tmp_path / "out", None)
+    assert launched == ["sp 1, 64 tokens", "sp 2, 64 tokens", "sp 1, 2,048 tokens", "sp 2, 2,048 tokens"]
+    # Two ranks have a row each, or one together; three of them in half a second.
+    assert [row.get("tokens_per_second") for row in rows] == [768, 384, 24576, None]
+    assert rows[3]["status"] == "out of memory" and against_baseline(rows, rows[1]) == 0.5
+    assert (tmp_path / "out" / "bench.png").exists()

@@ -7,8 +7,10 @@ import pytest
 import yaml
 from transformers import LlamaConfig
 
-from hf_ulysses.commands.check import ERROR, WARNING, Case, Machine, check
-from hf_ulysses.commands.yaml_file import Layout, read, with_sp
+from hf_ulysses.planner.check import ERROR, WARNING, Case, Machine, check
+from hf_ulysses.planner.plan import Setup
+from hf_ulysses.planner.step import Step
+from hf_ulysses.planner.yaml_file import document_of, read, with_sp, write
 from hf_ulysses.memory import Settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -16,13 +18,17 @@ H100 = Machine(8, (9, 0), frozenset({"deepspeed", "kernels"}), {"PYTORCH_CUDA_AL
 MODEL = LlamaConfig(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192)
 
 
+def setup(sp_size, engine="zero3", memory=Settings(), **more):
+    return Setup(8, Step(0, sp_size, memory=memory), engine=engine, **more)
+
+
 def zero3(**block):
-    document = Layout(8, 8).document()
+    document = document_of(setup(8))
     return {**document, "parallelism_config": {**document["parallelism_config"], **{f"parallelism_config_{k}": v for k, v in block.items()}}}
 
 
 def fsdp(**more):
-    return {**Layout(8, 8, "fsdp2").document(), **more}
+    return {**document_of(setup(8, "fsdp2")), **more}
 
 
 def backend(document, name):
@@ -30,21 +36,21 @@ def backend(document, name):
 
 
 PLANTED = {
-    "mesh": (zero3(dp_shard_size=2), {}, "dp_shard 2 x sp 8 = 16, but num_processes is 8", "dp_shard_size: 1"),
-    "sp does not divide": (zero3(sp_size=3), {}, "num_processes is 8", "choose sp_size from [1, 2, 4, 8]"),
+    "mesh": (zero3(dp_shard_size=2), {}, "dp_shard_size=2 x sp_size=8 = 16, but there are 8 processes", "dp_shard_size=1"),
+    "sp does not divide": (zero3(sp_size=3), {}, "there are 8 processes", "choose it from [1, 2, 4, 8]"),
     "more ranks than heads": (zero3(), dict(config=LlamaConfig(num_attention_heads=4)), "exceeds the 4 query heads", "[1, 2, 4]"),
-    "backend": (backend(fsdp(), "deepspeed"), {}, "sp_backend deepspeed under FSDP2", "sp_backend: torch"),
-    "FSDP 1": (fsdp(fsdp_config={"fsdp_version": 1}), {}, "FSDP of version 1", "fsdp_version: 2"),
+    "backend": (backend(fsdp(), "deepspeed"), {}, "sp_backend='deepspeed' was asked for, but the engine is FSDP", "sp_backend='torch'"),
+    "FSDP 1": (fsdp(fsdp_config={"fsdp_version": 1}), {}, "needs FSDP2", "fsdp_version: 2"),
     "misspelt key": (zero3(sp_tiled_mpl=True), {}, "sp_tiled_mpl is not known", "docs/memory.md"),
-    "tensor parallelism": (zero3(tp_size=2), {}, "tp_size=2 together with sp_size=8", "tp_size: 1"),
+    "tensor parallelism": (zero3(tp_size=2), {}, "sp_size=8 together with tp_size=2", "tp_size=1"),
     "parameters offloaded under ZeRO-2": (
-        {**zero3(), "deepspeed_config": {"zero_stage": 2, "offload_param_device": "cpu"}}, {}, "ZeRO-2", "zero_stage: 3",
+        {**zero3(), "deepspeed_config": {"zero_stage": 2, "offload_param_device": "cpu"}}, {}, "needs ZeRO-3", "zero_stage 3",
     ),
     "head chunks": (zero3(sp_head_chunks=7), dict(config=MODEL), "head_chunks=7", ""),
     "kernel that is not installed": (zero3(), dict(attention="flash_attention_2", machine=Machine(8, (9, 0), frozenset({"deepspeed"}))), "flash_attention_2 is asked for", "sdpa"),
     "kernel of another GPU": (zero3(), dict(attention="flash_attention_4"), "capability (9, 0)", "flash_attention_3"),
     "too many processes": (zero3(), dict(machine=Machine(4, (9, 0), H100.packages)), "but 4 GPUs", "num_processes: 4"),
-    "fixed length without one": (zero3(sp_seq_length_is_variable=False), {}, "without a length", "sp_seq_length"),
+    "fixed length without one": (zero3(sp_seq_length_is_variable=False), {}, "`sp_seq_length` must be provided", ""),
     "no DeepSpeed": (zero3(), dict(machine=Machine(8, (9, 0))), "not installed", "pip install"),
 }  # fmt: skip
 NOTED = {
@@ -67,13 +73,13 @@ def test_planted_mistakes_are_found_with_their_mend(name):
     document, more, what, mend = (PLANTED | NOTED)[name]
     level = ERROR if name in PLANTED else WARNING
     found = [line for line in lines(document, **more) if line.level == level and what in line.what + line.mend]
-    assert found and mend in found[0].mend
+    assert len(found) == 1 and mend in found[0].what + found[0].mend
 
 
 JSONS = {
     "precision": ({"fp16": {"enabled": True}}, "fp16", 'or "auto"'),
     "batch size": (dict(train_batch_size=8, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1), "train_batch_size 8", '"auto"'),
-    "DeepSpeed's own": ({"sequence_parallel_size": 8}, "sequence_parallel_size", "remove it"),
+    "DeepSpeed's own": ({"sequence_parallel_size": 8}, "sequence_parallel_size", "Remove it"),
 }
 
 
@@ -92,22 +98,22 @@ def test_our_own_configurations_have_no_error(file):
 
 
 WRITTEN = {
-    "zero3": Layout(8, 8),
-    "zero3_2d": Layout(8, 4),
-    "zero2_offload": Layout(8, 8, "zero2", offload_optimizer=True),
-    "zero3_offload": Layout(8, 8, offload_optimizer=True, offload_params=True),
-    "fsdp2": Layout(8, 8, "fsdp2"),
-    "fsdp2_offload": Layout(8, 8, "fsdp2", offload_params=True),
-    "ddp": Layout(8, 4, "ddp"),
+    "zero3": setup(8),
+    "zero3_2d": setup(4),
+    "zero2_offload": setup(8, "zero2", offload_optimizer=True),
+    "zero3_offload": setup(8, offload_optimizer=True, offload_params=True),
+    "fsdp2": setup(8, "fsdp2"),
+    "fsdp2_offload": setup(8, "fsdp2", offload_params=True),
+    "ddp": setup(4, "ddp"),
 }
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_is_written_is_what_we_ship(tmp_path, name):
-    WRITTEN[name].write(tmp_path / "c.yaml", "why")
+    write(document_of(WRITTEN[name]), tmp_path / "c.yaml", "why")
     assert read(tmp_path / "c.yaml") == yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
 
 
 def test_switches_are_written():
-    block = Layout(8, 8, memory=Settings(memory="max", head_chunks=4)).document()["parallelism_config"]
+    block = document_of(setup(8, memory=Settings(memory="max", head_chunks=4)))["parallelism_config"]
     assert block["parallelism_config_sp_memory"] == "max" and block["parallelism_config_sp_head_chunks"] == 4

@@ -14,7 +14,7 @@ import hf_ulysses
 PACKAGE = Path(hf_ulysses.__file__).parent
 LIBRARIES = {"accelerate", "transformers", "trl", "deepspeed", "peft", "datasets"}
 # The adapters are loaded by the door; config.py too, when its names are asked for.
-MAY_IMPORT_LIBRARIES = {"adapters", "planner", "commands", "cli.py", "__main__.py"}
+MAY_IMPORT_LIBRARIES = {"adapters", "planner", "cli.py", "__main__.py"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

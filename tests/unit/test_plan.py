@@ -1,6 +1,8 @@
 """Plans: published measurements, the longest rows, every engine's arithmetic, and the command."""
 
 import json
+import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,16 +10,19 @@ import pytest
 from transformers import CONFIG_MAPPING, LlamaConfig
 from typer.testing import CliRunner
 
-from hf_ulysses.commands.app import app
-from hf_ulysses.commands.yaml_file import read
 from hf_ulysses.memory import Settings
+from hf_ulysses.planner.app import app, main
 from hf_ulysses.planner.plan import Planner, Setup
 from hf_ulysses.planner.states import ENGINES, Sizes, states_of
 from hf_ulysses.planner.step import Step
+from hf_ulysses.planner.yaml_file import read
+
+from ..image_batches import image_config
 
 SHAPES = Path(__file__).parents[1] / "shapes"
 MAX = Settings(memory="max")
 NODE_GIB = 1536  # 1.5 TiB
+slow = pytest.mark.skipif(os.environ.get("HF_ULYSSES_TEST_ALL") != "1", reason="HF_ULYSSES_TEST_ALL=1 plans more large models")
 
 
 def planner(name):
@@ -45,6 +50,7 @@ def test_published(qwen, length, published):
 
 
 MILLIONS = Setup(8, Step(5_000_000, 8, memory=MAX), offload_optimizer=True, host_memory_gib=NODE_GIB)
+ON = dict(tiled_loss=True, tiled_mlp=8, tiled_norms=8, offload_checkpoints=True, head_chunks=4)
 
 
 def test_five_million_tokens_of_an_8b_model_on_one_node(llama):
@@ -52,39 +58,51 @@ def test_five_million_tokens_of_an_8b_model_on_one_node(llama):
     assert plan.fits and plan.host_memory_gib < NODE_GIB
     # 32 inputs of 5M x 4096 in bfloat16: the checkpoints alone.
     assert plan.host_memory_gib > 32 * 5e6 * 4096 * 2 / 2**30
+    assert not llama.plan(MILLIONS.with_step(memory=Settings(**{**ON, "tiled_norms": False}))).fits
 
 
-@pytest.mark.parametrize("switches", [dict(tiled_norms=False), dict(tiled_loss=False), dict(offload_checkpoints=False)], ids=str)
+@slow
+@pytest.mark.parametrize("switches", [dict(tiled_loss=False), dict(offload_checkpoints=False)], ids=str)
 def test_five_million_tokens_need_that_switch(llama, switches):
-    all_of_them = dict(tiled_loss=True, tiled_mlp=8, tiled_norms=8, offload_checkpoints=True, head_chunks=4)
-    step = replace(MILLIONS.step, memory=Settings(**{**all_of_them, **switches}))
-    assert not llama.plan(replace(MILLIONS, step=step)).fits
+    assert not llama.plan(MILLIONS.with_step(memory=Settings(**{**ON, **switches}))).fits
 
 
+@slow
 def test_one_chunk_takes_more(llama):
-    """5 GiB, so that 5M tokens still fit; the longest row with one chunk is 0.9 of that with four, or less."""
-    step = replace(MILLIONS.step, memory=Settings(True, 8, 8, True, 1))
-    one, four = llama.plan(replace(MILLIONS, step=step)), llama.plan(MILLIONS)
-    assert one.peak_memory_gib > four.peak_memory_gib + 4
+    """5 GiB, so that 5M tokens still fit: tests/distributed/test_plan.py has a real run of it."""
+    one = llama.plan(MILLIONS.with_step(memory=Settings(**{**ON, "head_chunks": 1})))
+    assert one.peak_memory_gib > llama.plan(MILLIONS).peak_memory_gib + 4
 
 
-def test_the_longest_row_is_solved_for(qwen):
-    setup = Setup(4, Step(0, 4, memory=MAX), offload_optimizer=True, host_memory_gib=NODE_GIB)
-    plan = qwen.longest(setup)
+@slow
+def test_the_longest_row_of_a_4b_model(qwen):
+    plan = qwen.longest(Setup(4, Step(0, 4, memory=MAX), offload_optimizer=True, host_memory_gib=NODE_GIB))
     assert plan.max_seq_length >= 1_500_000 and plan.fits
-    longer = replace(setup, step=replace(setup.step, length=int(1.02 * plan.max_seq_length) // 4 * 4))
-    assert not qwen.plan(longer).fits
 
 
-def test_nothing_fits(qwen):
-    plan = qwen.longest(Setup(4, Step(0, 4), gpu_memory_gib=10))
-    assert plan.max_seq_length == 0 and not plan.fits
+# One layer, so that none has to be extrapolated.
+TINY = LlamaConfig(
+    hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=512, num_hidden_layers=1
+)
 
 
-def test_recommendation_is_the_cheapest_that_fits(qwen):
-    short, long = (qwen.recommend(Setup(4, Step(length)), tell=lambda _: None) for length in (2048, 262_144))
-    assert short.fits and short.setup.step.memory == Settings() and not short.setup.offload_optimizer
-    assert long.fits and long.setup.step.memory == MAX
+@pytest.fixture(scope="module")
+def small():
+    return Planner(TINY)
+
+
+def test_nothing_fits(small):
+    nothing = small.longest(Setup(4, Step(0, 4), gpu_memory_gib=1))
+    assert nothing.max_seq_length == 0 and not nothing.fits
+
+
+def test_recommendation_is_the_cheapest_that_fits(small):
+    short = small.recommend(Setup(4, Step(2048)))
+    assert short.fits and (short.setup.engine, short.setup.step.sp_size, short.setup.step.memory) == ("zero2", 1, Settings())
+    setup = Setup(4, Step(65536, 4))
+    without, best = (small.plan(setup.with_step(memory=memory)).peak_memory_gib for memory in (Settings(), MAX))
+    long = small.recommend(replace(setup, gpu_memory_gib=(without + best) / 2), sp_size=4, engine="zero3")
+    assert long.fits and long.setup.step.memory == MAX and not long.setup.offload_optimizer
 
 
 SIZES = Sizes(total=1000, trained=1000, layer=100, layer_trained=100, outside=200, outside_trained=200)
@@ -103,19 +121,16 @@ def test_states_per_parameter():
     assert bytes_each("zero3", 4, offload_optimizer=True) == (0.5, 4.5)
     assert bytes_each("zero3", 4, offload_optimizer=True, offload_params=True) == (0, 5)
     assert bytes_each("fsdp2", 4, offload_params=True) == (0, 4)
+    # A second model that is only asked has no gradients and no optimizer.
+    assert bytes_each("zero3", 4, reference=True) == (4.5, 0) and bytes_each("ddp", 4, reference=True) == (10, 0)
 
 
-TINY = LlamaConfig(
-    hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=512, num_hidden_layers=5
-)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("more", [{}, dict(lora_rank=4), dict(trainer="dpo"), dict(liger=True), dict(dtype="float32")], ids=str)
-def test_every_engine_and_kind_of_training(engine, more):
-    plan = Planner(TINY).plan(Setup(4, Step(256, 2, **more), engine=engine))
-    assert plan.fits and all(size >= 0 for size in plan.breakdown.values())
-    assert plan.peak_memory_gib == pytest.approx(sum(plan.breakdown.values()))
+def test_every_engine_and_kind_of_training(small, more):
+    for engine in ENGINES:
+        plan = small.plan(Setup(4, Step(256, 2, **more), engine=engine))
+        assert plan.fits and all(size >= 0 for size in plan.breakdown.values())
+        assert plan.peak_memory_gib == pytest.approx(sum(plan.breakdown.values()))
 
 
 def test_what_saves_memory_saves_it():
@@ -129,8 +144,27 @@ def test_what_saves_memory_saves_it():
     assert lora["optimizer"] < plain["optimizer"]
     whole = plain["logits"] + plain["activations"]
     assert all(found["logits"] + found["activations"] < 0.5 * whole for found in (sft, liger))
-    kept = Planner(TINY).plan(Setup(1, Step(4096, 1, checkpointing=False))).breakdown["activations"]
-    assert kept > Planner(TINY).plan(Setup(1, Step(4096, 1))).breakdown["activations"]
+
+
+def test_preferences_are_two_rows_and_a_reference(small):
+    """Of TRL's fused head, as SFT's; the reference keeps nothing for a backward."""
+    sft, two, dpo = (small.plan(Setup(2, Step(4096, 2, **more))) for more in (dict(trainer="sft"), dict(trainer="sft", batch=2), dict(trainer="dpo")))
+    assert dpo.breakdown["activations"] > 1.5 * sft.breakdown["activations"]
+    assert dpo.breakdown["activations"] == pytest.approx(two.breakdown["activations"], rel=0.05)
+    assert dpo.breakdown["parameters"] == 2 * sft.breakdown["parameters"]
+    # Forward without backward: a third or less of what training's two rows take.
+    assert 1.1 < dpo.flops_per_step_per_gpu / two.flops_per_step_per_gpu < 1.4
+
+
+@pytest.mark.parametrize(("family", "tokens"), [("qwen3_vl", 64), ("gemma3", 4)])
+def test_images(family, tokens):
+    """tests/distributed/test_plan.py has a real run beside a plan."""
+    planner = Planner(image_config(family))
+    setup = Setup(2, Step(512, 2, image_tokens=tokens))
+    none, some = (planner.plan(setup.with_step(images=images)).breakdown["activations"] for images in (0, 4))
+    assert some > none
+    with pytest.raises(ValueError, match=f"512 images of {tokens} tokens do not fit into a row of 512"):
+        planner.plan(setup.with_step(images=512))
 
 
 # -- the command ----------------------------------------------------------------------------------------------------------
@@ -142,8 +176,8 @@ def tiny(tmp_path):
     return tmp_path
 
 
-def hf_ulysses(*arguments):
-    return CliRunner().invoke(app, list(map(str, arguments)))
+def hf_ulysses(*arguments, **more):
+    return CliRunner().invoke(app, list(map(str, arguments)), **more)
 
 
 def test_json(tiny):
@@ -156,13 +190,16 @@ def test_json(tiny):
     assert parts == set(document["breakdown"])
 
 
-def test_solving_draws_and_writes(tiny):
-    arguments = ["--gpu-memory-gib", 4, "--png", tiny / "p.png", "--write", tiny / "c.yaml", "--memory", "max"]
+def test_solving_draws_and_writes(tiny, small):
+    arguments = ["--gpu-memory-gib", 2.1, "--png", tiny / "p.png", "--write", tiny / "c.yaml", "--tiled-mlp"]
     done = hf_ulysses("plan", "--model", tiny, "--num-gpus", 4, *arguments)
     assert done.exit_code == 0, done.output
-    assert "longest row" in done.stdout and (tiny / "p.png").stat().st_size > 10_000
+    longest = int(re.search(r"longest row: ([\d,]+) tokens", done.stdout)[1].replace(",", ""))
+    setup = Setup(4, Step(0, 4, memory=Settings(tiled_mlp=True)), gpu_memory_gib=2.1)
+    fits = [small.plan(setup.with_step(length=int(part * longest) // 256 * 256)).fits for part in (1, 1.02)]
+    assert fits == [True, False] and (tiny / "p.png").stat().st_size > 10_000
     block = read(tiny / "c.yaml")["parallelism_config"]
-    assert block["parallelism_config_sp_size"] == 4 and block["parallelism_config_sp_memory"] == "max"
+    assert block["parallelism_config_sp_size"] == 4 and block["parallelism_config_sp_tiled_mlp"] is True
 
 
 def test_does_not_fit_is_an_exit_code(tiny):
@@ -178,23 +215,52 @@ BAD = {
     "loss": (["--num-gpus", "4", "--loss", "half"], "full, tiled"),
     "chunks": (["--num-gpus", "4", "--head-chunks", "some"], "head_chunks"),
     "offload": (["--num-gpus", "4", "--engine", "ddp", "--offload-optimizer"], "cannot offload"),
-}
+    "no rows": (["--num-gpus", "4", "--micro-batch", "0"], "--micro-batch must be at least 1"),
+    "no tower": (["--num-gpus", "4", "--sp-size", "2", "--engine", "zero3", "--seq-length", "64", "--images", "1"], "LlamaForCausalLM"),
+}  # fmt: skip
+
+
+def said_of_bad_input(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr("sys.argv", ["hf-ulysses", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == 2 and errors[-1].startswith("hf-ulysses:")
+    assert not any("Traceback" in line for line in errors)
+    return errors[-1]
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line(tiny, name, monkeypatch, capsys):
-    from hf_ulysses.commands.app import main
-
     arguments, message = BAD[name]
-    arguments = arguments if "--model" in arguments else ["--model", str(tiny), *arguments]
-    monkeypatch.setattr("sys.argv", ["hf-ulysses", "plan", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    errors = capsys.readouterr().err.strip().splitlines()
-    assert ended.value.code == 2 and message in errors[-1] and errors[-1].startswith("hf-ulysses:")
-    assert not any("Traceback" in line for line in errors)
+    model = [] if "--model" in arguments else ["--model", tiny]
+    assert message in said_of_bad_input(monkeypatch, capsys, "plan", *model, *arguments)
+
+
+def test_bad_files_and_programs_are_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "c.yaml").write_text("a: [")
+    for arguments, message in [
+        (["check", tmp_path / "none.yaml"], "No such file"),
+        (["check", tmp_path / "c.yaml"], "is not YAML"),
+        (["verify", "--config_file", tmp_path / "c.yaml"], "needs the program to run"),
+        (["bench"], "needs --config_file"),
+        (["bench", "--config_file", "c.yaml", "--lengths", "many"], "--lengths must be numbers"),
+        (["config", "--num-gpus", 4, "--sp-size", 3, "--engine", "ddp", "--write", tmp_path / "x"], "Choose it from [1, 2, 4]"),
+    ]:
+        assert message in said_of_bad_input(monkeypatch, capsys, *arguments)
 
 
 def test_config_writes_a_yaml(tmp_path):
     done = hf_ulysses("config", "--num-gpus", 8, "--sp-size", 4, "--engine", "fsdp2", "--write", tmp_path / "c.yaml", "--json")
     assert json.loads(done.stdout) == read(tmp_path / "c.yaml")
+
+
+def test_config_asks(tmp_path):
+    """An empty answer takes the default; check has no error for the result."""
+    done = hf_ulysses("config", "--write", tmp_path / "c.yaml", input="8\n4\n\ny\n")
+    assert done.exit_code == 0 and all(word in done.output for word in ("GPUs", "sp_size", "engine", "CPU memory")), done.output
+    document = read(tmp_path / "c.yaml")
+    assert document["deepspeed_config"]["zero_stage"] == 3 and document["deepspeed_config"]["offload_optimizer_device"] == "cpu"
+    assert document["parallelism_config"]["parallelism_config_sp_size"] == 4
+    checked = hf_ulysses("check", tmp_path / "c.yaml", "--json")
+    assert checked.exit_code == 0 and {line["level"] for line in json.loads(checked.stdout)} <= {"ok", "warning"}

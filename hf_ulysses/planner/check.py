@@ -10,17 +10,22 @@ import subprocess
 import warnings
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+from accelerate.utils import DistributedType
 
+from ..adapters.accelerate import check_deepspeed_config
+from ..adapters.config import ParallelismConfig, SequenceParallelConfig, StateView
+from ..core.heads import chunk_heads
 from ..door import check_versions
 from ..memory import Settings
 from .yaml_file import PREFIX
 
 OK, WARNING, ERROR = "ok", "warning", "error"
-_ENGINES = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP2", "MULTI_GPU": "DDP", "MULTI_CPU": "DDP", "NO": "DDP"}
-_ACCELERATES = {"sp_size", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"}
-_ACCELERATES |= {"dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "cp_comm_strategy"}
+_SIZES = {"sp_size", "sp_backend", "dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "cp_comm_strategy"}
+_SWITCHES = {f"sp_{setting.name}" for setting in fields(Settings)}
+_HANDLERS = {"sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"} | _SWITCHES
 
 
 @dataclass(frozen=True)
@@ -58,20 +63,28 @@ class Case:
     """One configuration on one machine. `config`: the model's, if it is known."""
 
     def __init__(self, document, machine, config=None, attention=None, length=None, folder="."):
-        self.document, self.machine, self.config = document, machine, config
+        self.document, self.machine = document, machine
         self.length, self.folder = length, Path(folder)
         block = document.get("parallelism_config") or {}
         self.block = {key.removeprefix(PREFIX): value for key, value in block.items() if value is not None}
         self.attention = attention or self.block.get("sp_attn_implementation")
-        self.sp = int(self.block.get("sp_size", 1))
-        self.ranks = int(document.get("num_processes") or 1)
-        self.engine = _ENGINES.get(str(document.get("distributed_type", "NO")))
+        self.sp, self.ranks = int(self.block.get("sp_size", 1)), int(document.get("num_processes") or 1)
+        self.engine = str(document.get("distributed_type", "NO"))
         self.text = config.get_text_config() if config is not None else None
+        # Heads may differ from layer to layer; then there is no such number.
+        heads = (getattr(self.text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+        self.heads, self.kv_heads = (number if isinstance(number, int) else None for number in heads)
 
 
 def check(case: Case) -> list[Line]:
     """All lines, in the order of `CHECKS`."""
     return [line for look in CHECKS for line in look(case)]
+
+
+def _refused(error):
+    """A refusal as the launched processes would make it: what, and in the sentence after it what to do."""
+    what, _, mend = " ".join(str(error).split()).partition(". ")
+    return Line(ERROR, what, mend)
 
 
 def _versions(case):
@@ -86,7 +99,7 @@ def _versions(case):
         yield Line(WARNING, "versions", str(warning.message))
     if not caught:
         yield Line(OK, "versions are among the tested ones")
-    if case.engine == "DeepSpeed" and "deepspeed" not in case.machine.packages:
+    if case.engine == "DEEPSPEED" and "deepspeed" not in case.machine.packages:
         yield Line(ERROR, "DeepSpeed is configured and not installed", "pip install 'hf_ulysses[deepspeed]'")
 
 
@@ -95,26 +108,38 @@ def _asked(case):
         yield Line(OK, f"sp_size={case.sp} on {case.ranks} processes, {case.engine}")
     else:
         yield Line(WARNING, "no sequence parallelism is asked for", f"set {PREFIX}sp_size in a parallelism_config block")
-    unknown = sorted(set(case.block) - _ACCELERATES - {f"sp_{setting.name}" for setting in fields(Settings)})
-    for name in unknown:
-        yield Line(ERROR, f"{PREFIX}{name} is not known and would be ignored", f"known: {', '.join(PREFIX + n for n in sorted(_ACCELERATES))}, and the switches of docs/memory.md")
+    for name in sorted(set(case.block) - _SIZES - _HANDLERS):
+        known = ", ".join(PREFIX + name for name in sorted(_SIZES | _HANDLERS))
+        yield Line(ERROR, f"{PREFIX}{name} is not known and would be ignored", f"known: {known} (docs/memory.md)")
 
 
-def _mesh(case):
-    shard, replicate = int(case.block.get("dp_shard_size", 1)), int(case.block.get("dp_replicate_size", 1))
-    sizes = f"dp_replicate {replicate} x dp_shard {shard} x sp {case.sp} = {replicate * shard * case.sp}"
-    if case.sp > 1 and replicate * shard * case.sp != case.ranks:
-        if case.ranks % case.sp:
-            mend = f"choose sp_size from {[n for n in range(1, case.ranks + 1) if case.ranks % n == 0]}"
-        else:
-            mend = f"set {PREFIX}dp_shard_size: {case.ranks // case.sp // (replicate if case.ranks // case.sp % replicate == 0 else 1)}"
-        yield Line(ERROR, f"{sizes}, but num_processes is {case.ranks}", mend)
-    for name in ("tp_size", "cp_size"):
-        if case.sp > 1 and int(case.block.get(name, 1)) > 1:
-            yield Line(ERROR, f"{name}={case.block[name]} together with sp_size={case.sp}", f"set {PREFIX}{name}: 1")
-    per_machine = case.ranks // int(case.document.get("num_machines") or 1)
-    if case.machine.gpus and per_machine > case.machine.gpus:
-        yield Line(ERROR, f"{per_machine} processes per machine, but {case.machine.gpus} GPUs", f"set num_processes: {case.machine.gpus}")
+def _configuration(case):
+    """By the classes that read it in the launched processes: sizes, backend, engine, switches, lengths."""
+    if case.sp == 1:
+        return
+    given = {name: value for name, value in case.block.items() if name in _SIZES | _HANDLERS}
+    handler = {name: given.pop(name) for name in set(given) & _HANDLERS}
+    for name in _SWITCHES & set(handler):
+        handler[name.removeprefix("sp_")] = handler.pop(name)
+    version = int((case.document.get("fsdp_config") or {}).get("fsdp_version", 1))
+    try:
+        config = StateView.of(ParallelismConfig(sp_handler=SequenceParallelConfig(**handler), **given))
+        engine = DistributedType(case.engine)
+        config._validate_accelerator(SimpleNamespace(num_processes=case.ranks, distributed_type=engine, is_fsdp2=version == 2))
+        chunks = config.memory_settings.resolved().head_chunks
+        if case.heads and chunks not in (1, "auto"):
+            chunk_heads(case.heads, case.kv_heads or case.heads, case.sp, chunks)
+    except (TypeError, ValueError) as error:
+        yield _refused(error)
+    if _SWITCHES & set(case.block):
+        on = sorted(_SWITCHES & set(case.block))
+        yield Line(OK, f"memory switches {on}; launch with -m hf_ulysses --config_file THIS_FILE, or they are not exported")
+
+
+def _machines(case):
+    gpus, per_machine = case.machine.gpus, case.ranks // int(case.document.get("num_machines") or 1)
+    if gpus and per_machine > gpus:
+        yield Line(ERROR, f"{per_machine} processes per machine, but {gpus} GPUs", f"set num_processes: {gpus}")
     if case.sp > 1 and per_machine % case.sp:
         valid = [n for n in range(1, per_machine + 1) if per_machine % n == 0]
         yield Line(WARNING, f"sp_size={case.sp} spans machines of {per_machine} GPUs: every exchange crosses the network", f"choose it from {valid}")
@@ -122,38 +147,25 @@ def _mesh(case):
         yield Line(WARNING, "the GPUs of a sequence-parallel group are not joined by NVLink: exchanges cross PCIe", "use fewer ranks per row")
 
 
-def _engine(case):
-    backend = case.block.get("sp_backend", "deepspeed")
-    if case.sp > 1 and case.engine is None:
-        yield Line(ERROR, f"distributed_type {case.document.get('distributed_type')} is not supported", "DEEPSPEED, FSDP or MULTI_GPU")
-    if case.sp > 1 and backend not in ("deepspeed", "torch"):
-        yield Line(ERROR, f"sp_backend {backend!r} is not known", "deepspeed under DeepSpeed, torch under FSDP2 and DDP")
-    if case.sp > 1 and backend == "deepspeed" and case.engine in ("FSDP2", "DDP"):
-        yield Line(ERROR, f"sp_backend deepspeed under {case.engine}", f"set {PREFIX}sp_backend: torch")
-    if case.engine == "FSDP2" and int((case.document.get("fsdp_config") or {}).get("fsdp_version", 1)) != 2:
-        yield Line(ERROR, "FSDP of version 1 has no sequence parallelism", "set fsdp_version: 2")
-
-
 def _deepspeed(case):
     block = case.document.get("deepspeed_config") or {}
-    stage = int(block.get("zero_stage", 3)) if block else None
-    if block.get("offload_param_device", "none") != "none" and stage != 3:
-        yield Line(ERROR, f"offload_param_device under ZeRO-{stage}", "only ZeRO-3 offloads parameters: zero_stage: 3, or remove it")
-    file = block.get("deepspeed_config_file")
-    if file is None:
-        return
-    path = case.folder / file
+    file, options = block.get("deepspeed_config_file"), {}
+    if file is not None:
+        try:
+            options = json.loads((case.folder / file).read_text())
+        except (OSError, ValueError) as error:
+            yield Line(ERROR, f"deepspeed_config_file {file} cannot be read", str(error))
+            return
+        for name in ("zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_clipping"):
+            if name in block:
+                yield Line(ERROR, f"{name} stands beside deepspeed_config_file, which accelerate refuses", f"say it in {file} only")
+    elif block:
+        offload = {"device": block.get("offload_param_device", "none")}
+        options = {"zero_optimization": {"stage": int(block.get("zero_stage", 2)), "offload_param": offload}}
     try:
-        options = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        yield Line(ERROR, f"deepspeed_config_file {file} cannot be read", str(error))
-        return
-    for name in ("zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_clipping"):
-        if name in block:
-            yield Line(ERROR, f"{name} stands beside deepspeed_config_file, which accelerate refuses", f"say it in {file} only")
-    for name in ("sequence_parallel_size", "data_parallel_size"):
-        if name in options:
-            yield Line(ERROR, f"{file}: {name} switches on DeepSpeed's own sequence parallelism", f"remove it; {PREFIX}sp_size says it")
+        check_deepspeed_config(SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=options)))
+    except ValueError as error:
+        yield _refused(error)
     for name in ("fp16", "bf16"):
         wanted = str(case.document.get("mixed_precision", "no"))
         if options.get(name, {}).get("enabled") is True and wanted != name:
@@ -165,33 +177,15 @@ def _deepspeed(case):
 
 
 def _heads(case):
-    heads = getattr(case.text, "num_attention_heads", None)
-    if not isinstance(heads, int) or case.sp == 1:
+    if not case.heads or case.sp == 1:
         return
-    even = [n for n in range(1, heads + 1) if heads % n == 0 and case.ranks % n == 0]
-    if case.sp > heads:
-        yield Line(ERROR, f"sp_size={case.sp} exceeds the {heads} query heads", f"choose it from {even}")
-    elif heads % case.sp:
-        yield Line(WARNING, f"{heads} query heads over sp_size={case.sp}: some ranks attend with one more", f"even: {even}")
+    even = [n for n in range(1, case.heads + 1) if case.heads % n == 0 and case.ranks % n == 0]
+    if case.sp > case.heads:
+        yield Line(ERROR, f"sp_size={case.sp} exceeds the {case.heads} query heads", f"choose it from {even}")
+    elif case.heads % case.sp:
+        yield Line(WARNING, f"{case.heads} query heads over sp_size={case.sp}: some ranks attend with one more", f"even: {even}")
     else:
-        yield Line(OK, f"{heads} query heads over sp_size={case.sp}")
-
-
-def _memory(case):
-    names = {setting.name for setting in fields(Settings)}
-    given = {name.removeprefix("sp_"): value for name, value in case.block.items() if name.removeprefix("sp_") in names}
-    try:
-        settings = Settings(**given)
-        if case.text is not None and settings.resolved().head_chunks not in (1, "auto"):
-            from ..core.heads import chunk_heads
-
-            heads = case.text.num_attention_heads
-            chunk_heads(heads, getattr(case.text, "num_key_value_heads", None) or heads, case.sp, settings.head_chunks)
-    except (TypeError, ValueError) as error:
-        yield Line(ERROR, "memory switches", str(error))
-        return
-    if given:
-        yield Line(OK, f"memory switches {given}; launch with -m hf_ulysses --config_file THIS_FILE, or they are not exported")
+        yield Line(OK, f"{case.heads} query heads over sp_size={case.sp}")
 
 
 def _attention(case):
@@ -214,12 +208,9 @@ def _attention(case):
 
 
 def _length(case):
-    variable = case.block.get("sp_seq_length_is_variable", True)
-    fixed = case.block.get("sp_seq_length") if variable in (False, "false", "False") else None
-    limit = getattr(case.text, "max_position_embeddings", None)
-    length = case.length or fixed
-    if variable in (False, "false", "False") and fixed is None:
-        yield Line(ERROR, "sp_seq_length_is_variable is false without a length", f"set {PREFIX}sp_seq_length, or {PREFIX}sp_seq_length_is_variable: true")
+    variable = str(case.block.get("sp_seq_length_is_variable", True)).lower() == "true"
+    fixed = None if variable else case.block.get("sp_seq_length")
+    limit, length = getattr(case.text, "max_position_embeddings", None), case.length or fixed
     if fixed and case.length and fixed != case.length:
         yield Line(ERROR, f"rows of {case.length} tokens, but sp_seq_length is {fixed}", f"set {PREFIX}sp_seq_length_is_variable: true")
     if length and limit and length > limit:
@@ -235,4 +226,4 @@ def _allocator(case):
         yield Line(OK, "the allocator's expandable_segments are on under -m hf_ulysses")
 
 
-CHECKS = (_versions, _asked, _mesh, _engine, _deepspeed, _heads, _memory, _attention, _length, _allocator)
+CHECKS = (_versions, _asked, _configuration, _machines, _deepspeed, _heads, _attention, _length, _allocator)

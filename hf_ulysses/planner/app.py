@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..memory import Settings
+from . import yaml_file
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich", help="Know before you launch: what fits, what is wrong with a configuration, whether training is exact, how fast it is.")
 _PROGRAM = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -30,16 +31,19 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         app()
-    except (ValueError, OSError) as error:
-        print(f"hf-ulysses: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
-    except ModuleNotFoundError as error:
-        print(f"hf-ulysses: {error}: pip install {error.name}", file=sys.stderr)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        missing = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
+        print(f"hf-ulysses: {' '.join(str(error).split())}{missing}", file=sys.stderr)
         sys.exit(2)
 
 
 def _print_json(document):
     print(json.dumps(document, indent=1, default=str))
+
+
+def _one_of(option, value, allowed):
+    if value not in allowed:
+        raise ValueError(f"{option} must be one of {', '.join(allowed)}, not {value!r}.")
 
 
 def _config(model):
@@ -51,22 +55,11 @@ def _config(model):
         raise ValueError(f"--model {model}: no model configuration there: {str(error).splitlines()[0]}") from None
 
 
-@contextmanager
-def _progress(what):
-    """`tell(length)`: a bar on stderr that says which length is being measured."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:<40}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda length: bar.update(task, description=f"{what}: {length:,} tokens measured")
-
-
 # -- plan -----------------------------------------------------------------------------------------------------------------
 
 
-@app.command()
-def plan(
+@app.command("plan")
+def plan_command(
     model: Annotated[str, typer.Option(help="A folder with config.json, or an id of the hub. No weights are read.")],
     num_gpus: Annotated[int, typer.Option(help="GPUs of all nodes.")],
     gpu_memory_gib: Annotated[float, typer.Option(help="Memory of one GPU.")] = 80.0,
@@ -90,6 +83,8 @@ def plan(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32: what weights are loaded in.")] = "bfloat16",
     lora_rank: Annotated[int, typer.Option(help="Train LoRA of this rank on all linear layers; 0 trains all weights.")] = 0,
     liger: Annotated[bool, typer.Option(help="With Liger's norms and loss.")] = False,
+    images: Annotated[int, typer.Option(help="Images of every row, for a vision-language model.")] = 0,
+    image_tokens: Annotated[int, typer.Option(help="Tokens of the row that each image becomes.")] = 256,
     write: Annotated[Path | None, typer.Option(help="Write the layout as an Accelerate YAML.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw memory by component over the row's length.")] = None,
     as_json: Json = False,
@@ -98,71 +93,59 @@ def plan(
 
     One step of the real model runs on tensors that have sizes and no contents. Exit code 1: it does not fit.
     """
-    from ..planner.plan import Planner, Setup
-    from ..planner.step import Step
+    from .plan import Planner, Setup
+    from .step import Step
 
-    _one_of("--loss", loss, ("full", "tiled"))
-    _one_of("--trainer", trainer, ("trainer", "sft", "dpo"))
-    _one_of("--dtype", dtype, ("bfloat16", "float16", "float32"))
-    chunks = int(head_chunks) if head_chunks.isdecimal() else head_chunks
-    switches = Settings(loss == "tiled", tiled_mlp, tiled_norms, offload_checkpoints, chunks, memory)
+    for option, value, allowed in (("--loss", loss, ("full", "tiled")), ("--trainer", trainer, ("trainer", "sft", "dpo")), ("--dtype", dtype, ("bfloat16", "float16", "float32"))):
+        _one_of(option, value, allowed)
+    for option, value, least in (("--micro-batch", micro_batch, 1), ("--seq-length", seq_length, 1), ("--images", images, 0), ("--lora-rank", lora_rank, 0)):
+        if value is not None and value < least:
+            raise ValueError(f"{option} must be at least {least}, not {value}.")
     if (offload_checkpoints or memory) and not gradient_checkpointing:
         raise ValueError("--offload-checkpoints needs --gradient-checkpointing: without it there are no checkpoints.")
-    planner = Planner(_config(model))
-    step = Step(seq_length or 0, sp_size or 1, micro_batch, dtype, False, gradient_checkpointing, attn, switches, trainer, lora_rank, liger)
+    chunks = int(head_chunks) if head_chunks.isdecimal() else head_chunks
+    switches = Settings(loss == "tiled", tiled_mlp, tiled_norms, offload_checkpoints, chunks, memory)
+    step = Step(seq_length or 0, sp_size or 1, micro_batch, dtype, False, gradient_checkpointing, attn, switches, trainer, lora_rank, liger, images, image_tokens)
     setup = Setup(num_gpus, step, gpu_memory_gib, engine or "zero3", offload_optimizer, offload_params, gpus_per_node, host_memory_gib)
-    with _progress("planning") as tell, _quiet():
+    if png is not None:
+        from .pictures import memory_over_length
+    planner = Planner(_config(model))
+    with _planning() as tell:
         if seq_length is None:
             size = sp_size or max(n for n in planner.sp_sizes(num_gpus) if gpus_per_node % n == 0 or n == num_gpus)
-            found = planner.longest(replace(setup, step=replace(step, sp_size=size)), tell)
+            found = planner.longest(setup.with_step(sp_size=size), tell)
         elif sp_size is None or engine is None:
             found = planner.recommend(setup, sp_size, engine, tell)
         else:
             found = planner.plan(setup)
         if png is not None:
-            from ..planner.picture import draw
-
-            draw(planner, found.setup, found.setup.step.length, png, tell)
+            memory_over_length(planner, found.setup, png, tell)
     if write is not None:
-        _layout_of(found.setup).write(write, f"Planned by hf-ulysses for {model}, rows of {found.setup.step.length:,} tokens: {found.peak_memory_gib:.1f} GiB per GPU.")
+        precision = "no" if dtype == "float32" and found.setup.engine.startswith("zero") else "bf16"
+        why = f"Planned by hf-ulysses for {model}, rows of {found.setup.step.length:,} tokens: {found.peak_memory_gib:.1f} GiB per GPU."
+        yaml_file.write(yaml_file.document_of(found.setup, precision), write, why)
     _print_json({"model": model, **found.document()}) if as_json else _show_plan(model, found)
     raise typer.Exit(0 if found.fits else 1)
 
 
-def _one_of(option, value, allowed):
-    if value not in allowed:
-        raise ValueError(f"{option} must be one of {', '.join(allowed)}, not {value!r}.")
-
-
 @contextmanager
-def _quiet():
-    """Without the libraries' warnings."""
-    with warnings.catch_warnings():
+def _planning():
+    """`tell(length)` after each plan: a bar on stderr that says which length was measured. Without the libraries' warnings."""
+    from .runs import progress_bar
+
+    with progress_bar() as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
-
-
-def _layout_of(setup):
-    from .yaml_file import Layout
-
-    precision = "no" if setup.step.dtype == "float32" and setup.engine.startswith("zero") else "bf16"
-    step = setup.step
-    return Layout(setup.num_gpus, step.sp_size, setup.engine, setup.offload_optimizer, setup.offload_params, setup.gpus_per_node, precision, step.memory)
+        task = bar.add_task("planning", total=None, note="")
+        yield lambda length: bar.update(task, advance=1, note=f"{length:,} tokens")
 
 
 def _show_plan(model, found):
-    console, setup = Console(), found.setup
-    step = setup.step
+    console, setup, step = Console(), found.setup, found.setup.step
     offload = "".join(f", {name} in CPU memory" for name, on in (("optimizer", setup.offload_optimizer), ("weights", setup.offload_params)) if on)
     console.print(f"{model}: {setup.num_gpus} GPUs, sp {step.sp_size}, {setup.engine}{offload}, rows of {step.length:,} tokens{step.memory}")
-    table = Table()
-    table.add_column("per GPU")
-    table.add_column("GiB", justify="right")
+    table = Table("per GPU", "GiB")
     for name, size in found.breakdown.items():
-        table.add_row(name, f"{size:.2f}")
-    table.add_section()
-    color = "green" if found.fits else "red"
-    table.add_row("[bold]peak[/bold]", f"[bold {color}]{found.peak_memory_gib:.2f}[/bold {color}]")
+        table.add_row(name, f"{size:7.2f}")
     console.print(table)
     verdict = "[bold green]fits[/bold green]" if found.fits else "[bold red]does not fit[/bold red]"
     host = "" if setup.host_memory_gib is None else f" of {setup.host_memory_gib:g}"
@@ -177,8 +160,8 @@ def _show_plan(model, found):
 # -- check ----------------------------------------------------------------------------------------------------------------
 
 
-@app.command()
-def check(
+@app.command("check")
+def check_command(
     config_file: Annotated[Path, typer.Argument(help="The Accelerate YAML.")],
     model: Annotated[str | None, typer.Option(help="Folder or hub id: its heads and its longest row are looked at.")] = None,
     attn: Annotated[str | None, typer.Option(help="The attention implementation that the program sets.")] = None,
@@ -197,10 +180,9 @@ def check(
 def checked(config_file, model=None, attn=None, seq_length=None):
     """The lines of `check`, also for `python -m hf_ulysses --check`."""
     from .check import Case, check, this_machine
-    from .yaml_file import read
 
     config = None if model is None else _config(model)
-    return check(Case(read(config_file), this_machine(), config, attn, seq_length, Path(config_file).parent))
+    return check(Case(yaml_file.read(config_file), this_machine(), config, attn, seq_length, Path(config_file).parent))
 
 
 def show_lines(lines, console):
@@ -214,8 +196,8 @@ def show_lines(lines, console):
 # -- verify, bench --------------------------------------------------------------------------------------------------------
 
 
-@app.command(context_settings=_PROGRAM)
-def verify(
+@app.command("verify", context_settings=_PROGRAM)
+def verify_command(
     context: typer.Context,
     config_file: Annotated[Path, typer.Option("--config_file", "--config-file", help="The Accelerate YAML with sp_size.")],
     steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 20,
@@ -230,20 +212,19 @@ def verify(
     """
     from .compare import show
     from .runs import progress_bar
-    from .verify import prepare
-    from .verify import verify as run
+    from .verify import prepare, verify
 
     runs, wording = prepare(config_file, _program(context), steps, output.absolute())
     wording = replace(wording, tolerance=tolerance or wording.tolerance)
     with progress_bar() as progress:
-        result = run(runs, wording, steps, output.absolute(), progress)
+        result = verify(runs, wording, steps, output.absolute(), progress)
     _print_json(result) if as_json else show(result, wording, Console())
     print(f"Written: {output}/verify.json and verify.png", file=sys.stderr)
     raise typer.Exit(0 if result["passed"] else 1)
 
 
-@app.command(context_settings=_PROGRAM)
-def bench(
+@app.command("bench", context_settings=_PROGRAM)
+def bench_command(
     context: typer.Context,
     config_file: Annotated[Path | None, typer.Option("--config_file", "--config-file", help="The Accelerate YAML; sp_size is varied.")] = None,
     lengths: Annotated[str, typer.Option(help="Row lengths.")] = "8192,16384,32768",
@@ -263,22 +244,18 @@ def bench(
         if not script.exists():
             raise ValueError(f"bench --attention runs {script.name} of a checkout of hf_ulysses, and this is an installed one.")
         os.execv(sys.executable, [sys.executable, str(script), *(["--json"] if as_json else []), *context.args])
-    from .bench import against_baseline, plot
-    from .bench import bench as run
+    from .bench import against_baseline, bench
     from .runs import progress_bar
 
     if config_file is None:
         raise ValueError("bench needs --config_file, or --attention.")
     numbers = [_numbers(option, text) for option, text in (("--sp-sizes", sp_sizes), ("--lengths", lengths))]
     with progress_bar() as progress:
-        rows = run(config_file, _program(context), *numbers, steps, length_option, output.absolute(), progress)
-    plot(rows, output / "bench.png")
+        rows = bench(config_file, _program(context), *numbers, steps, length_option, output.absolute(), progress)
     if as_json:
         _print_json(rows)
         return
-    table = Table(title="Throughput and peak memory")
-    for column in ("tokens", "sp", "tokens/s", "beside sp 1", "peak GiB"):
-        table.add_column(column, justify="right")
+    table = Table("tokens", "sp", "tokens/s", "beside sp 1", "peak GiB", title="Throughput and peak memory")
     for row in rows:
         ratio = against_baseline(rows, row)
         numbers = [f"{row['tokens_per_second']:,.0f}", f"{ratio:.2f}x" if ratio else "", f"{row['peak_gib']:.2f}"] if row["status"] == "ok" else [row["status"], "", ""]
@@ -302,8 +279,8 @@ def _numbers(option, text):
 # -- config ---------------------------------------------------------------------------------------------------------------
 
 
-@app.command()
-def config(
+@app.command("config")
+def config_command(
     write: Annotated[Path, typer.Option(help="Where to.")] = Path("hf_ulysses.yaml"),
     num_gpus: Annotated[int | None, typer.Option(help="GPUs of all nodes.")] = None,
     sp_size: Annotated[int | None, typer.Option(help="GPUs that share a row.")] = None,
@@ -315,16 +292,20 @@ def config(
     as_json: Json = False,
 ) -> None:
     """Write an Accelerate YAML with sequence parallelism; asks for what no option says."""
-    from .yaml_file import Layout
-
-    num_gpus = num_gpus or typer.prompt("How many GPUs, over all nodes?", type=int)
-    sp_size = sp_size or typer.prompt("How many of them share a row (sp_size)?", type=int, default=min(num_gpus, gpus_per_node))
-    engine = engine or typer.prompt("Which engine (ddp, zero0 to zero3, fsdp2)?", default="zero3")
+    given = bool(num_gpus and sp_size and engine)
+    num_gpus = num_gpus or typer.prompt("How many GPUs, over all nodes?", type=int, err=as_json)
+    sp_size = sp_size or typer.prompt("How many of them share a row (sp_size)?", type=int, default=min(num_gpus, gpus_per_node), err=as_json)
+    engine = engine or typer.prompt("Which engine (ddp, zero0 to zero3, fsdp2)?", default="zero3", err=as_json)
     if offload_optimizer is None:
-        offload_optimizer = engine not in ("ddp", "zero0") and not as_json and sys.stdin.isatty() and typer.confirm("Optimizer states in CPU memory?", default=False)
-    layout = Layout(num_gpus, sp_size, engine, offload_optimizer, False, gpus_per_node, mixed_precision, Settings(memory=memory))
-    layout.write(write, f"hf-ulysses config: {engine}, {num_gpus} GPUs, one row over {sp_size}.")
-    _print_json(layout.document()) if as_json else Console().print(f"Written: {write}. Next: accelerate launch --config_file {write} -m hf_ulysses train.py", markup=False)
+        offload_optimizer = not given and engine not in ("ddp", "zero0") and typer.confirm("Optimizer states in CPU memory?", default=False, err=as_json)
+    from .plan import Setup
+    from .step import Step
+
+    _one_of("--mixed-precision", mixed_precision, ("bf16", "fp16", "no"))
+    setup = Setup(num_gpus, Step(0, sp_size, memory=Settings(memory=memory)), engine=engine, offload_optimizer=offload_optimizer, gpus_per_node=gpus_per_node)
+    document = yaml_file.document_of(setup, mixed_precision)
+    yaml_file.write(document, write, f"hf-ulysses config: {engine}, {num_gpus} GPUs, one row over {sp_size}.")
+    _print_json(document) if as_json else Console().print(f"Written: {write}. Next: accelerate launch --config_file {write} -m hf_ulysses train.py", markup=False)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Launching training programs and reading what they log: what `verify`, `bench` and scripts/quickstart.py share.
 
-A program that is run by `python -m hf_ulysses.commands.runs LOG PROGRAM ARGS` is not changed: the Trainer's list of default
+A program that is run by `python -m hf_ulysses.planner.runs LOG PROGRAM ARGS` is not changed: the Trainer's list of default
 callbacks gets one more, which writes a line of JSON per logging step. PROGRAM may be `-m hf_ulysses PROGRAM`.
 """
 
 import json
 import os
 import resource
-import runpy
 import socket
 import subprocess
 import sys
@@ -15,14 +14,15 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
+from ..cli import main, run_program
 
-SECONDS_WITHOUT_A_STEP = 300
+# The first one waits for models to load, for DeepSpeed to compile, and for whatever else the machine does.
+SECONDS_WITHOUT_A_STEP = 900
 
 
 @dataclass
 class Run:
-    """One training. `log` is written by the program, or by the callback below."""
+    """One training. `log_name` is written by the program, or by the callback below."""
 
     name: str
     command: list[str]
@@ -36,26 +36,27 @@ class Run:
         lines = file.read_text().split("\n")[:-1] if file.exists() else []
         return [entry for entry in map(json.loads, lines) if "loss" in entry]
 
-    def output(self) -> str:
+    def output(self) -> list[str]:
+        """The lines that it printed."""
         file = self.directory / "output.txt"
-        return file.read_text(errors="replace") if file.exists() else ""
+        return [line for line in file.read_text(errors="replace").splitlines() if line.strip()] if file.exists() else []
 
 
-def train(run: Run, steps: int, progress, patience=SECONDS_WITHOUT_A_STEP) -> bool:
+def train(run: Run, steps: int, progress) -> bool:
     """Runs one training and shows its progress in a rich `Progress`; whether all steps were logged."""
     run.directory.mkdir(parents=True, exist_ok=True)
     (run.directory / run.log_name).unlink(missing_ok=True)
-    task = progress.add_task(run.name, total=steps, loss="starting")
+    task = progress.add_task(run.name, total=steps, note="starting")
     with (run.directory / "output.txt").open("w") as file:
         process = subprocess.Popen(run.command, env=run.environment, stdout=file, stderr=subprocess.STDOUT)
     try:
         done, last_step = 0, time.monotonic()
-        while process.poll() is None and time.monotonic() - last_step < patience:
+        while process.poll() is None and time.monotonic() - last_step < SECONDS_WITHOUT_A_STEP:
             time.sleep(0.5)
             log = run.log()
             if len(log) > done:
                 done, last_step = len(log), time.monotonic()
-                progress.update(task, completed=done, loss=f"loss {log[-1]['loss']:.4f}")
+                progress.update(task, completed=done, note=f"loss {log[-1]['loss']:.4f}")
             if done >= steps and time.monotonic() - last_step > 60:
                 break  # It does not exit by itself; all work is done.
     finally:
@@ -68,27 +69,34 @@ def train(run: Run, steps: int, progress, patience=SECONDS_WITHOUT_A_STEP) -> bo
 
 
 def progress_bar():
+    """On stderr. Every task has a field `note`."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TextColumn("{task.fields[loss]}"), console=Console(stderr=True))
+    return Progress(*columns, TextColumn("{task.fields[note]}"), console=Console(stderr=True))
 
 
-def launched(config_file, log, program: list[str], plugin: bool) -> list[str]:
-    """The command that launches `program` under an Accelerate YAML, logging to `log`."""
+def launched(name, directory, config_file, program: list[str], steps: int, plugin: bool) -> Run:
+    """The run of `program` with `steps` steps under an Accelerate YAML, everything it writes in `directory`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file), "--main_process_port", port]
+    # Not log.jsonl, which a program of ours writes by itself.
+    run = Run(name, [], directory, log_name="steps.jsonl")
+    launch = ["accelerate.commands.launch", "--config_file", str(config_file), "--main_process_port", port]
     inner = ["-m", "hf_ulysses", "--config_file", str(config_file)] if plugin else []
-    return [*launch, "-m", "hf_ulysses.commands.runs", str(log), *inner, *program]
+    fixed = f"--max_steps {steps} --logging_steps 1 --save_strategy no --report_to none --output_dir"
+    logged = ["-m", __name__, str(directory / run.log_name), *inner, *program, *fixed.split(), str(directory)]
+    run.command = [sys.executable, "-m", *launch, *logged]
+    return run
 
 
 # -- in the program's process -------------------------------------------------------------------------------------------
 
 
 def _callback(path):
+    import torch
     from transformers import TrainerCallback
 
     class Log(TrainerCallback):
@@ -111,20 +119,13 @@ def _callback(path):
     return Log
 
 
-def _main(path, *argv):
+if __name__ == "__main__":
     from transformers import trainer
 
-    trainer.DEFAULT_CALLBACKS.append(_callback(path))
-    if argv[:2] == ("-m", "hf_ulysses"):
-        from ..cli import main
-
-        main(list(argv[2:]))
-        return
-    module, argv = argv[0] == "-m", list(argv[1:] if argv[0] == "-m" else argv)
-    sys.argv = argv
-    sys.path.insert(0, os.getcwd() if module else os.path.dirname(os.path.abspath(argv[0])))
-    runpy.run_module(argv[0], run_name="__main__", alter_sys=True) if module else runpy.run_path(argv[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    trainer.DEFAULT_CALLBACKS.append(_callback(sys.argv[1]))
+    arguments = sys.argv[2:]
+    if arguments[:2] == ["-m", "hf_ulysses"]:
+        main(arguments[2:])
+    else:
+        module = arguments[0] == "-m"
+        run_program(module, *arguments[module:])

@@ -8,7 +8,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from .compare import Wording, compare, plot
+from .compare import Wording, compare
+from .pictures import two_trainings
 from .runs import Run, launched, train
 from .yaml_file import PREFIX, read, with_sp, write
 
@@ -24,32 +25,23 @@ def prepare(config_file, program, steps, output: Path) -> tuple[list[Run], Wordi
     if sp < 2 or ranks % sp:
         raise ValueError(f"{config_file}: {PREFIX}sp_size must be above 1 and divide num_processes, but they are {sp} and {ranks}.")
     output.mkdir(parents=True, exist_ok=True)
-    runs = []
-    for name, size, folder in ((f"DP={ranks}", 1, "plain"), (f"SP={sp}", sp, "sharded")):
-        directory = output / folder
-        directory.mkdir(exist_ok=True)
-        # The user's own block stays where it is used: switches, seq_length.
-        file = config_file if size > 1 else output / "plain.yaml"
-        if size == 1:
-            write(with_sp(document, 1), file, "The same without sequence parallelism (hf-ulysses verify).")
-        fixed = f"--gradient_accumulation_steps {size} --max_steps {steps} --logging_steps 1 --save_strategy no --report_to none"
-        command = launched(file, directory / "log.jsonl", [*program, *fixed.split(), "--output_dir", str(directory)], size > 1)
-        # Not the program's own log of that name, if it writes one.
-        command[command.index(str(directory / "log.jsonl"))] = str(directory / "verify.jsonl")
-        runs.append(Run(name, command, directory, log_name="verify.jsonl"))
-    precision = str(document.get("mixed_precision") or "no")
+    # The user's own block stays where it is used: switches, seq_length.
+    write(with_sp(document, 1), output / "plain.yaml", "The same without sequence parallelism (hf-ulysses verify).")
+    runs = [
+        launched(name, output / folder, file, [*program, "--gradient_accumulation_steps", str(size)], steps, size > 1)
+        for name, size, folder, file in ((f"DP={ranks}", 1, "plain", output / "plain.yaml"), (f"SP={sp}", sp, "sharded", config_file))
+    ]
     title = f"{runs[0].name}, accumulation 1, against {runs[1].name}, accumulation {sp}"
-    return runs, Wording(runs[0].name, runs[1].name, TOLERANCES.get(precision, 1e-2), title)
+    return runs, Wording(runs[0].name, runs[1].name, TOLERANCES.get(str(document.get("mixed_precision") or "no"), 1e-2), title)
 
 
 def verify(runs, wording, steps, output: Path, progress) -> dict:
     """Run both and compare; writes verify.json and verify.png to `output`. Raises `ValueError` with the end of a failed run."""
     for run in runs:
         if not train(run, steps, progress):
-            lines = [line for line in run.output().splitlines() if line.strip()]
-            raise ValueError(f"{run.name} logged {len(run.log())} of {steps} steps; {run.directory}/output.txt ends with: {lines[-1] if lines else ''}")
-    result = compare(runs[0].log()[:steps], runs[1].log()[:steps], wording.tolerance)
-    result |= {"runs": asdict(wording)}
+            end = ["", *run.output()][-1]
+            raise ValueError(f"{run.name} logged {len(run.log())} of {steps} steps; {run.directory}/output.txt ends with: {end}")
+    result = compare(runs[0].log()[:steps], runs[1].log()[:steps], wording.tolerance) | {"runs": asdict(wording)}
     (output / "verify.json").write_text(json.dumps(result, indent=2) + "\n")
-    plot(result, wording, output / "verify.png")
+    two_trainings(result, wording, output / "verify.png")
     return result

@@ -1,7 +1,6 @@
-"""Two trainings step by step: loss and gradient norm, a verdict, a table, a picture. `verify` and the quickstart use it."""
+"""Two trainings step by step: loss and gradient norm, a verdict, a table. `verify` and the quickstart use it."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -68,29 +67,3 @@ def show(result: dict, wording: Wording, console) -> None:
         f"{verdict}  largest relative difference: loss {largest['loss']:.1e}, grad_norm {largest['grad_norm']:.1e} "
         f"(allowed {wording.tolerance:.0e}); mean: loss {mean['loss']:.1e}, grad_norm {mean['grad_norm']:.1e}{fall}"
     )
-
-
-def plot(result: dict, wording: Wording, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    steps = [step["step"] for step in result["steps"]]
-    figure, axes = plt.subplots(2, 2, figsize=(11, 6.5), sharex=True, height_ratios=[3, 2], layout="constrained")
-    for (curve, difference), key in zip(axes.T, ("loss", "grad_norm"), strict=True):
-        values = {name: [step[key][name] for step in result["steps"]] for name in result["steps"][0][key]}
-        curve.plot(steps, values["plain"], color="tab:blue", linewidth=4, alpha=0.4, label=wording.plain)
-        curve.plot(steps, values["sharded"], color="tab:red", linewidth=1.2, label=wording.sharded)
-        curve.set_title(key)
-        curve.legend()
-        visible = [max(value, 1e-9) for value in values["relative_difference"]]  # a logarithmic axis has no 0
-        difference.semilogy(steps, visible, ".-", color="tab:gray")
-        allowed = f"allowed: {wording.tolerance:.0e}"
-        difference.axhline(wording.tolerance, color="tab:red", linestyle="--", linewidth=1, label=allowed)
-        difference.set_ylabel("relative difference")
-        difference.set_xlabel("optimizer step")
-        difference.legend()
-    figure.suptitle(wording.title)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
