@@ -84,7 +84,7 @@ def check_arguments(args) -> None:
             raise ValueError(f"{name}=True is not supported with sequence parallelism: set it to False.")
 
 
-def check_trainer(trainer, counts_input_tokens: bool) -> None:
+def check_trainer(trainer) -> None:
     """Refuse a trainer that cannot be exact. Raises `ValueError`; no communication."""
     check_arguments(trainer)
     for name in ("tools", "environment_factories"):
@@ -105,7 +105,9 @@ def check_trainer(trainer, counts_input_tokens: bool) -> None:
             "labels, FSDP2 changes that name, and so they stay unshifted, with sequence parallelism or without. Use "
             "SFTTrainer with loss_type='nll', a compute_loss_func, DDP or DeepSpeed."
         )
-    if not counts_input_tokens and getattr(trainer.args, "include_num_input_tokens_seen", "no") not in ("no", False):
+    # Since transformers 5.2 they are counted in a method of their own, which sees replicas.
+    counts = getattr(trainer.args, "include_num_input_tokens_seen", "no") not in ("no", False)
+    if counts and not hasattr(trainer, "_track_num_input_tokens"):
         raise ValueError(
             "include_num_input_tokens_seen with this version of transformers counts every row once per sequence rank. "
             "Set it to 'no', or upgrade transformers."

@@ -60,6 +60,7 @@ NAMES = {
     # trl: the trainers that generate
     "_calculate_rewards": lambda: all(callable(vars(trainer)["_calculate_rewards"]) for trainer in generating()),
     "_generate": lambda: all(parameters(trainer._generate) == ["self", "prompts"] for trainer in generating()),
+    "_calculate_rewards_from_functions": lambda: callable(vars(online_dpo())["_calculate_rewards_from_functions"]),
     "_generate_single_turn": lambda: all(callable(vars(trainer)["_generate_single_turn"]) for trainer in generating()),
     # Python
     "_fields": lambda: collections.namedtuple("Pair", "a b")._fields == ("a", "b"),
@@ -71,6 +72,14 @@ GETTERS = ("group", "rank", "world_size")
 def generating():
     trl = pytest.importorskip("trl")
     return trl.GRPOTrainer, trl.RLOOTrainer
+
+
+def online_dpo():
+    if importlib.util.find_spec("trl.experimental.online_dpo") is None:
+        pytest.skip("of another version")
+    from trl.experimental.online_dpo import OnlineDPOTrainer
+
+    return OnlineDPOTrainer
 
 
 def _track(self, inputs):
