@@ -65,9 +65,13 @@ def _refused_by_name(cls) -> str | None:
     return None
 
 
-def check_arguments(args) -> None:
-    """Refuse, before a model is loaded, what the training arguments already say. Raises `ValueError`; no communication."""
-    name = _refused_by_name(type(args))
+def check_arguments(args, cls=None) -> None:
+    """Refuse, before a model is loaded, what the training arguments already say. Raises `ValueError`; no communication.
+
+    Args:
+        cls (`type`, *optional*): the trainer's class, once there is one; defaults to that of the arguments.
+    """
+    name = _refused_by_name(cls or type(args))
     if name is not None:
         raise ValueError(
             f"{name} is not supported with sequence parallelism: it makes its batches by itself, and each rank of a "
@@ -86,7 +90,7 @@ def check_arguments(args) -> None:
 
 def check_trainer(trainer) -> None:
     """Refuse a trainer that cannot be exact. Raises `ValueError`; no communication."""
-    check_arguments(trainer)
+    check_arguments(trainer.args, type(trainer))
     for name in ("tools", "environment_factories"):
         if getattr(trainer, name, None):
             raise ValueError(

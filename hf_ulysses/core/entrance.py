@@ -26,7 +26,8 @@ from .trees import tree_map
 
 # What a head passes on to its decoder without meaning it.
 _OF_THE_HEAD = ("labels", "shift_labels", "num_items_in_batch")
-_CACHES = ("past_key_values", "cache", "cache_params")
+# The last is of older versions, whose `generate` leaves it to the decoder to make a cache.
+_CACHES = ("past_key_values", "cache", "cache_params", "cache_position")
 
 
 @dataclass

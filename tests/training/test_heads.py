@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import TokenClassifierOutput
 
-from .test_preferences import PARAMETERS
+from .test_preferences import ALL, PARAMETERS
 from .trajectory import LENGTH, tiny_llama, train
 
 RELATIVE = 2e-5
@@ -70,8 +70,11 @@ def train_head(task, **settings):
     return train(model=model, data=rows_for(task), batch=2, steps=3, **settings)
 
 
-@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification", "QuestionAnswering", "values"])
-@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
+TASKS = ["SequenceClassification", "TokenClassification", "QuestionAnswering", "values"]
+PAIRS = [(task, engine) for task in TASKS for engine in ("ddp", "zero3", "fsdp2")]
+
+
+@pytest.mark.parametrize("task,engine", PAIRS if ALL else zip(TASKS, ("zero3", "ddp", "fsdp2", "zero3")))
 def test_heads(ranks, task, engine):
     expected = ranks(1).run(train_head, task, eval_data=rows_for(task, 3), eval_strategy="steps", eval_steps=3)[0]
     settings = dict(engine=engine, sp=2, eval_data=rows_for(task, 3), eval_strategy="steps", eval_steps=3)
@@ -109,7 +112,7 @@ def history(trainer):
     return [{key: entry[key] for key in ("eval_loss", "eval_tokens", "eval_sum")} for entry in trainer.state.log_history if "eval_sum" in entry]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"] if ALL else ["zero3"])
 def test_a_decoder_in_the_seq2seq_trainer(ranks, engine):
     expected = ranks(1).run(generate_in_evaluation)[0]
     assert expected["after"]
