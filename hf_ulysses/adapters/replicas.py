@@ -104,13 +104,14 @@ def share_result(accelerator, function):
         except Exception as raised:
             error = raised
         end_together(error)
-        group, written = sp_group(accelerator), io.BytesIO()
+        group, written, device = sp_group(accelerator), io.BytesIO(), accelerator.device
         torch.save(result, written)
         sent = [written.getvalue()]
         torch.distributed.broadcast_object_list(sent, group=group, group_src=0)
         share_randomness(group)
-        # Written by this package's own process: anything may be in it.
-        return torch.load(io.BytesIO(sent[0]), map_location=accelerator.device, weights_only=False)
+        # Written by a peer of this process: anything may be in it. "cpu:0" is no place for `load`.
+        place = "cpu" if device.type == "cpu" else device
+        return torch.load(io.BytesIO(sent[0]), map_location=place, weights_only=False)
 
     return shared
 

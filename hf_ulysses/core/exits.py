@@ -99,7 +99,7 @@ class Exit:
         forward = self.attachment.forward
         if forward is None or not self.attachment.owns(module):
             return None
-        if forward.exit == "tokens" and not torch.is_grad_enabled():
+        if forward.exit == "tokens" and not module.training and not torch.is_grad_enabled():
             getattr(module.get_output_embeddings(), "reshard", bool)()
         if forward.held is not None:
             release(forward.held)

@@ -8,21 +8,26 @@ import pytest
 import torch
 
 from .test_preferences import ALL, assert_exact, assert_same
-from .trl_trajectory import lora_config, preferences, run
+from .trl_trajectory import lora_config, preferences, run, scores, tokenizer
 
 SEEN = []
 
 
-def by_tokens(prompts, completion_ids, **kwargs):
-    """Differs from completion to completion; None for some. Remembers what it was asked."""
+def by_tokens(prompts, completion_ids, log_metric=None, log_extra=None, **kwargs):
+    """Differs from completion to completion; None for some. Remembers what it was asked, and logs on its own, too."""
     SEEN.append((list(prompts), [list(ids) for ids in completion_ids]))
+    if log_metric is not None:
+        log_metric("first token", float(completion_ids[0][0]))
+        log_extra("length", [len(ids) for ids in completion_ids])
     return [None if ids[0] % 7 == 0 else float(sum(ids) % 11) for ids in completion_ids]
 
 
 def asked(trainer):
+    """What this rank's reward function was asked, and the table of completions, which all ranks have."""
     seen = list(SEEN)
     SEEN.clear()
-    return seen
+    table = {name: list(column) for name, column in trainer._logs.items() if not isinstance(column, dict)}
+    return seen, table, {name: list(column) for name, column in trainer._logs.get("extra", {}).items()}
 
 
 def prompts(count):
@@ -39,9 +44,11 @@ def generate_exactly(ranks, name="GRPO", engine="ddp", dp=1, rewards=(by_tokens,
 
 def assert_asked_alike(expected, results, sp=2):
     """The same completions of the same prompts in the same order, of each data-parallel rank; peers are not asked again."""
-    assert results[0]["after"] == expected["after"] and expected["after"]
+    (seen, *tables) = expected["after"]
+    assert results[0]["after"][0] == seen and seen and tables[0]["completion"]
     for rank, result in enumerate(results):
-        assert bool(result["after"]) == (rank % sp == 0)
+        assert bool(result["after"][0]) == (rank % sp == 0)
+        assert result["after"][1]["completion"] == tables[0]["completion"] and result["after"][2] == tables[1]
 
 
 @pytest.mark.versions
@@ -79,7 +86,7 @@ async def drawn_later(prompts, **kwargs):
 
 VARIANTS = {
     "random": dict(rewards=(drawn, drawn_later), steps_per_generation=2, loss_type="bnpo", eval_data=prompts(4)),
-    "masked": dict(mask_truncated_completions=True, loss_type="grpo", generation_kwargs=dict(suppress_tokens=[0, 1])),
+    "masked": dict(mask_truncated_completions=True, loss_type="grpo", generation_kwargs=dict(suppress_tokens=[0, 1, 2])),
     "batch": dict(scale_rewards="batch", top_entropy_quantile=0.2, loss_type="dapo", gradient_accumulation_steps=2),
 }
 
@@ -98,6 +105,16 @@ def test_kl_of_equal_policies_is_zero(ranks, loss_type):
     expected, results = assert_exact(ranks, "GRPO", prompts(8), trainer_arguments=adapter, **settings)
     assert expected["log"][0]["kl"] == 0 and expected["log"][2]["kl"] > 0
     assert all(result["log"][0]["kl"] == 0 for result in results)
+
+
+def with_reward_model():
+    return dict(reward_funcs=[by_tokens, scores()], reward_processing_classes=[None, tokenizer()])
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"] if ALL else ["zero3"])
+def test_a_reward_model_beside_a_function(ranks, engine):
+    settings = dict(batch=4, num_generations=4, max_completion_length=8, models=with_reward_model, after=asked)
+    assert_asked_alike(*assert_exact(ranks, "GRPO", prompts(8), engine, **settings))
 
 
 @pytest.mark.parametrize("name", [pytest.param("RLOO", marks=pytest.mark.versions), "GMPO"])
@@ -166,7 +183,7 @@ def run_with_server(*args, **settings):
 def test_a_server_is_asked_once_per_group(ranks, engine, name):
     """And is given the weights of each step."""
     settings = dict(batch=2, num_generations=4, max_completion_length=8, trainer_arguments=dict(reward_funcs=[by_tokens]))
-    data = prompts(8)
+    settings["beta"], data = 0.0, prompts(8)
     expected = ranks(2).run(run_with_server, name, data, engine=engine, dp=2, **settings)[0]
     results = ranks(4).run(run_with_server, name, data, engine=engine, sp=2, dp=2, **settings)
     for result in results:

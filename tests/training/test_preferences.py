@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from .trajectory import tiny_llama
-from .trl_trajectory import judged, lora_config, preferences, run, scores, with_lora
+from .trl_trajectory import class_of, judged, lora_config, preferences, run, scores, with_lora
 
 # float32 sums in another order, in margins that are small differences of large sums of log-probabilities.
 RELATIVE, ABSOLUTE = 5e-5, 2e-5
@@ -27,12 +27,13 @@ def layouts(*chosen, versions=None):
 
 def assert_exact(ranks, name, data, engine="ddp", sp=2, dp=1, timeout=120, **settings):
     plain = dict(engine="plain") if dp == 1 else dict(engine=engine, dp=dp)
-    (expected, *_) = ranks(dp).run(run, name, data, timeout=timeout, **plain, **settings)
+    expected = ranks(dp).run(run, name, data, timeout=timeout, **plain, **settings)
     results = ranks(sp * dp).run(run, name, data, engine=engine, sp=sp, dp=dp, timeout=timeout, **settings)
-    for result in results:
-        assert_same(result, expected)
+    for rank, result in enumerate(results):
+        # Some metrics are of a data-parallel rank's own rows.
+        assert_same(result, expected[rank // sp])
         assert torch.equal(result["parameters"], results[0]["parameters"]), "parameters differ between ranks"
-    return expected, results
+    return expected[0], results
 
 
 def assert_same(result, expected):
@@ -118,27 +119,28 @@ def saved(rows, folder):
     return str(folder)
 
 
-def run_from_cache(**settings):
+def run_from_cache(name, **settings):
     """No log-probability is computed ahead."""
     from unittest import mock
 
-    import trl
-
-    with mock.patch.object(trl.DPOTrainer, "compute_ref_log_probs", side_effect=AssertionError("computed again")):
-        return run("DPO", **settings)
+    with mock.patch.object(class_of(name)[0], "compute_ref_log_probs", side_effect=AssertionError("computed again")):
+        return run(name, **settings)
 
 
-@layouts(("ddp", 2), ("zero3", 1))
-def test_reference_computed_ahead(ranks, tmp_path, engine, dp):
+AHEAD = [("DPO", "ddp", 2), ("DPO", "zero3", 1), ("KTO", "fsdp2", 1)]
+
+
+@pytest.mark.parametrize("name,engine,dp", [(name, *it) for name in ("DPO", "KTO") for it in PRODUCT] if ALL else AHEAD)
+def test_reference_computed_ahead(ranks, tmp_path, name, engine, dp):
     """Of a number of rows that neither the ranks nor the batches divide; then from the cache."""
     # The rows are fingerprinted with all arguments, the output folder included.
     settings = dict(beta=0.5, precompute_ref_log_probs=True, reference=other_llama, output_dir=str(tmp_path / "out"))
-    rows = preferences(7)
+    rows = preferences(7) if name == "DPO" else judged(7)
     plain = dict(engine="plain") if dp == 1 else dict(engine=engine, dp=dp)
-    expected = ranks(dp).run(run, "DPO", saved(rows, tmp_path / "plain"), **plain, **settings)[0]
+    expected = ranks(dp).run(run, name, saved(rows, tmp_path / "plain"), **plain, **settings)[0]
     again = dict(settings, data=saved(rows, tmp_path / "sp"), engine=engine, sp=2, dp=dp)
-    for function, name in ((run, ["DPO"]), (run_from_cache, [])):
-        for result in ranks(2 * dp).run(function, *name, **again):
+    for function in (run, run_from_cache):
+        for result in ranks(2 * dp).run(function, name, **again):
             assert_same(result, expected)
 
 
