@@ -219,4 +219,5 @@ def _has_head(model):
 
 def _size_of_layers(module):
     lists = [child for child in module.children() if isinstance(child, torch.nn.ModuleList)]
-    return sum(parameter.numel() for layers in lists for parameter in layers.parameters())
+    # Of what it has partitioned ZeRO-3 leaves no element, but a note of how many there are.
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for layers in lists for parameter in layers.parameters())
