@@ -90,7 +90,14 @@ def check_arguments(args, cls=None) -> None:
 
 def check_trainer(trainer) -> None:
     """Refuse a trainer that cannot be exact. Raises `ValueError`; no communication."""
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
     check_arguments(trainer.args, type(trainer))
+    if getattr(trainer.args, "use_vllm", False) and is_deepspeed_zero3_enabled():
+        raise ValueError(
+            "use_vllm under ZeRO-3 is not supported with sequence parallelism: DeepSpeed loses track of the weights that are "
+            "sent to the server. Use FSDP2, ZeRO-2 or DDP, or generate with transformers (use_vllm=False)."
+        )
     for name in ("tools", "environment_factories"):
         if getattr(trainer, name, None):
             raise ValueError(

@@ -179,7 +179,7 @@ def run_with_server(*args, **settings):
         return run(*args, use_vllm=True, vllm_mode="server", after=asked_server, **settings)
 
 
-@pytest.mark.parametrize("engine,name", [("zero3", "GRPO"), ("ddp", "GRPO"), ("fsdp2", "RLOO")] if ALL else [("zero3", "GRPO")])
+@pytest.mark.parametrize("engine,name", [("ddp", "GRPO"), ("fsdp2", "RLOO")] if ALL else [("fsdp2", "GRPO")])
 def test_a_server_is_asked_once_per_group(ranks, engine, name):
     """And is given the weights of each step."""
     settings = dict(batch=2, num_generations=4, max_completion_length=8, trainer_arguments=dict(reward_funcs=[by_tokens]))
@@ -239,6 +239,7 @@ def test_the_layout_of_a_launcher(ranks):
 
 REFUSED = {
     "vllm_mode": dict(use_vllm=True, vllm_mode="colocate"),
+    "ZeRO-3": dict(use_vllm=True, vllm_mode="server", engine="zero3"),
     "use_transformers_continuous_batching": dict(use_transformers_continuous_batching=True),
 }
 
@@ -252,6 +253,6 @@ def refusal(**settings):
 
 @pytest.mark.parametrize("option", REFUSED)
 def test_generation_that_is_refused(ranks, option):
-    settings = dict(engine="ddp", sp=2, trainer_arguments=dict(reward_funcs=[by_tokens]), **REFUSED[option])
+    settings = {"engine": "ddp", "sp": 2, "trainer_arguments": dict(reward_funcs=[by_tokens]), **REFUSED[option]}
     for message in ranks(2).run(refusal, **settings):
         assert message is not None and option in message and "sequence parallelism" in message
