@@ -3,6 +3,7 @@
 import ast
 import collections
 import copyreg
+import importlib.util
 import inspect
 import re
 import sys
