@@ -6,41 +6,21 @@ with sequence parallelism carries its `StateView` as `_ulysses`; all others are 
 
 import functools
 import inspect
-import random
 import sys
 import weakref
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
-import numpy
 import torch
 
 from ..core.attachment import Attachment, attach, attachment_of
-from ..core.randomness import random_states, set_random_states
 from ..memory import switch_on
 from .config import StateView, requested, upstream_backends
+from .replicas import Replicas, sp_group, view_of
 from ..core.cut import shard_batch
 
 # The accelerator whose `prepare_data_loader` runs: the function it calls gets no reference to it.
 _preparing: ContextVar = ContextVar("ulysses_preparing", default=None)
-
-
-def view_of(accelerator):
-    """The `StateView` of an accelerator with sequence parallelism, `None` of any other."""
-    return getattr(accelerator, "_ulysses", None)
-
-
-def sp_group(accelerator):
-    return accelerator.torch_device_mesh["sp"].get_group()
-
-
-def share_randomness(group) -> None:
-    """Give all ranks of `group` the random states of its first one, which data pipelines draw from. Collective."""
-    states = [random.getstate(), numpy.random.get_state(), random_states()]
-    torch.distributed.broadcast_object_list(states, group=group, group_src=0)
-    random.setstate(states[0])
-    numpy.random.set_state(states[1])
-    set_random_states(states[2])
 
 
 def attach_model(accelerator, model) -> Attachment:
@@ -301,35 +281,9 @@ def _seed_workers_alike(loader, dp_rank):
 def wrap_gather_for_metrics(original):
     @functools.wraps(original)
     def gather_for_metrics(self, input_data, *args, **kwargs):
-        view = view_of(self)
-        if view is None:
-            return original(self, input_data, *args, **kwargs)
-        with _overridden(self, "gather", lambda tensor: of_each_group(self, tensor)):
-            return original(self, input_data, *args, **kwargs)
+        return original(self if view_of(self) is None else Replicas(self), input_data, *args, **kwargs)
 
     return gather_for_metrics
-
-
-def of_each_group(accelerator, nested):
-    """`accelerator.gather`, with what the ranks of a sequence-parallel group have alike taken once."""
-    from accelerate.utils.operations import recursively_apply
-
-    sp_size = view_of(accelerator).sp_size
-
-    def first_of_group(tensor):
-        return tensor.unflatten(0, (accelerator.num_processes // sp_size, sp_size, -1))[:, 0].flatten(0, 1)
-
-    return recursively_apply(first_of_group, type(accelerator).gather(accelerator, nested))
-
-
-@contextmanager
-def _overridden(instance, name, function):
-    """Shadow a method on one instance."""
-    setattr(instance, name, function)
-    try:
-        yield
-    finally:
-        delattr(instance, name)
 
 
 # -- deepspeed.utils.groups and torch.distributed.nn, which documented training loops call -------------------------------

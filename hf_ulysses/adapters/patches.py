@@ -1,8 +1,8 @@
 """The table: every upstream symbol that hf_ulysses replaces while it is enabled. Wrappers only, no copied bodies.
 
 Besides these, an attached model has hooks and its modelling files' names for masks, attention and the experts' balance
-(attachment.py), the functions that mix positions (scans.py) and of its checkpointing (recomputation.py); an accelerator has its
-`gather` shadowed on the instance while `gather_for_metrics` runs, a trainer its `compute_loss`.
+(attachment.py), the functions that mix positions (scans.py) and of its checkpointing (recomputation.py); a trainer has the methods
+shadowed on the instance that run models, count, and draw (trainer.py, trl.py).
 """
 
 import importlib.util
@@ -71,13 +71,6 @@ def _rows() -> list[Patch]:
             until=_NATIVE,
         ),
         Patch(
-            "transformers.trainer:Trainer._get_num_items_in_batch",
-            trainer.wrap_count,
-            why="counts a row once, however many ranks have it",
-            until=_NATIVE,
-            parameters=("batch_samples", "device"),
-        ),
-        Patch(
             "transformers.trainer:Trainer.get_total_train_batch_size",
             trainer.wrap_total_batch_size,
             why="reports micro * accumulation * dp rows per step",
@@ -112,16 +105,6 @@ def _rows() -> list[Patch]:
             parameters=("tensor", "group"),
         ),
     ]
-    if trainer.counts_input_tokens():
-        rows.append(
-            Patch(
-                "transformers.trainer:Trainer._track_num_input_tokens",
-                trainer.wrap_track_tokens,
-                why="counts each row once for num_input_tokens_seen, not once per rank that works on it",
-                until=_NATIVE,
-                parameters=("inputs",),
-            )
-        )
     if importlib.util.find_spec("deepspeed") is not None:
         groups = "deepspeed.utils.groups:_get_sequence_parallel_"
         why = "documented loops ask DeepSpeed for the sp group; without an mpu it has none"
@@ -149,41 +132,25 @@ def _rows() -> list[Patch]:
     return rows
 
 
+_IN_TRAINERS = (
+    ("set_seed", trl.wrap_set_seed, "seeds ranks by their index: peers would generate and shuffle differently"),
+    ("gather", trl.wrap_gather, "gathers rewards from all ranks: a group of generations would hold copies"),
+    ("gather_object", trl.wrap_gather_object, "the table of completions would hold each as often as there are peers"),
+)
+_IN_VLLM = (("gather_object", trl.wrap_gather_object, "a server would be asked as often as there are peers"),)
+
+
 def _rows_of_trl() -> list[Patch]:
-    once = "what is gathered is taken from data-parallel ranks"
-    rows, askers = [], []
-    for config, module in (
-        ("trl.trainer.grpo_config:GRPOConfig", "trl.trainer.grpo_trainer:"),
-        ("trl.trainer.rloo_config:RLOOConfig", "trl.trainer.rloo_trainer:"),
-    ):
-        rows += [
-            Patch(
-                config + ".__post_init__",
-                trl.wrap_config,
-                why="refuses sequence parallelism; counts all ranks in the size of a generation batch: prompts are skipped",
-                until=_NATIVE,
-            ),
-            Patch(
-                module + "set_seed",
-                trl.wrap_set_seed,
-                why="seeds ranks by their index: peers would generate and shuffle differently",
-                until="seeds are by data-parallel rank",
-                parameters=("seed", "device_specific"),
-            ),
-            Patch(
-                module + "gather",
-                trl.wrap_gather,
-                why="gathers rewards from all ranks: a group of generations would hold copies",
-                until=once,
-            ),
-        ]
-        askers.append((module, "the table of completions would hold each as often as there are peers"))
+    rows, named = [], []
+    for name, config in (("grpo", "GRPOConfig"), ("rloo", "RLOOConfig")):
+        why = "refuses sequence parallelism; counts all ranks in the size of a generation batch: prompts are skipped"
+        rows.append(Patch(f"trl.trainer.{name}_config:{config}.__post_init__", trl.wrap_config, why, _NATIVE))
+        named += [(f"trl.trainer.{name}_trainer:", *row) for row in _IN_TRAINERS]
     # Older versions ask the server in the trainers' own modules.
     if importlib.util.find_spec("trl.generation") is not None:
-        askers.append(("trl.generation.vllm_generation:", "a server would be asked as often as there are peers"))
-    for module, why in askers:
-        rows.append(Patch(module + "gather_object", trl.wrap_gather_object, why, once, parameters=("object",)))
-    return rows
+        named += [("trl.generation.vllm_generation:", *row) for row in _IN_VLLM]
+    until = "seeds and gathers go by data-parallel ranks"
+    return rows + [Patch(module + name, wrap, why, until) for module, name, wrap, why in named]
 
 
 TABLE = Patches(_rows())

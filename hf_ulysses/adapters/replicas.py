@@ -5,10 +5,34 @@ gathers rows, slices what it has gathered by its own index and divides by the nu
 """
 
 import functools
+import io
+import random
 
+import numpy
 import torch
 
-from .accelerate import of_each_group, sp_group, view_of
+from ..core.randomness import random_states, set_random_states
+
+
+def view_of(accelerator):
+    """The `StateView` of an accelerator with sequence parallelism, `None` of any other."""
+    return getattr(accelerator, "_ulysses", None)
+
+
+def sp_group(accelerator):
+    return accelerator.torch_device_mesh["sp"].get_group()
+
+
+def of_each_group(gathered, size):
+    """What has been gathered from all ranks, in rank order, with what groups of `size` of them have alike taken once."""
+    from accelerate.utils.operations import recursively_apply
+
+    world = torch.distributed.get_world_size()
+
+    def first_of_group(tensor):
+        return tensor.unflatten(0, (world // size, size, len(tensor) // world))[:, 0].flatten(0, 1)
+
+    return recursively_apply(first_of_group, gathered)
 
 
 class Replicas:
@@ -29,12 +53,16 @@ class Replicas:
         setattr(self._accelerator, name, value)
 
     def gather(self, tensor):
-        return of_each_group(self._accelerator, tensor)
+        return of_each_group(self._accelerator.gather(tensor), view_of(self).sp_size)
 
     def reduce(self, tensor, reduction="sum", scale=1.0):
         if reduction == "sum":
-            scale = scale / view_of(self._accelerator).sp_size
+            scale = scale / view_of(self).sp_size
         return self._accelerator.reduce(tensor, reduction, scale)
+
+
+def replicas_of(accelerator):
+    return accelerator if isinstance(accelerator, Replicas) else Replicas(accelerator)
 
 
 def among_replicas(trainer, method):
@@ -43,9 +71,7 @@ def among_replicas(trainer, method):
     @functools.wraps(method)
     def method_among_replicas(*args, **kwargs):
         accelerator = trainer.accelerator
-        if isinstance(accelerator, Replicas):
-            return method(*args, **kwargs)
-        trainer.accelerator = Replicas(accelerator)
+        trainer.accelerator = replicas_of(accelerator)
         try:
             return method(*args, **kwargs)
         finally:
@@ -54,10 +80,19 @@ def among_replicas(trainer, method):
     return method_among_replicas
 
 
+def share_randomness(group) -> None:
+    """Give all ranks of `group` the random states of its first one, which data pipelines draw from. Collective."""
+    states = [random.getstate(), numpy.random.get_state(), random_states()]
+    torch.distributed.broadcast_object_list(states, group=group, group_src=0)
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+    set_random_states(states[2])
+
+
 def share_result(accelerator, function):
     """`function`, whose result on every rank is that of its group's first, and whose errors end all ranks. Collective.
 
-    Every rank calls it, because models may run in it, which engines gather from all ranks.
+    Every rank calls it, because models may run in it, which engines gather from all ranks. Then they draw alike again.
     """
 
     @functools.wraps(function)
@@ -69,9 +104,14 @@ def share_result(accelerator, function):
         except Exception as raised:
             error = raised
         end_together(error)
-        result = [result]
-        torch.distributed.broadcast_object_list(result, group=sp_group(accelerator), group_src=0)
-        return result[0]
+        group, written, device = sp_group(accelerator), io.BytesIO(), accelerator.device
+        torch.save(result, written)
+        sent = [written.getvalue()]
+        torch.distributed.broadcast_object_list(sent, group=group, group_src=0)
+        share_randomness(group)
+        # Written by a peer of this process: anything may be in it. "cpu:0" is no place for `load`.
+        place = "cpu" if device.type == "cpu" else device
+        return torch.load(io.BytesIO(sent[0]), map_location=place, weights_only=False)
 
     return shared
 

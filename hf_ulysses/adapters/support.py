@@ -72,9 +72,13 @@ def _refused_by_name(cls) -> str | None:
     return None
 
 
-def check_arguments(args) -> None:
-    """Refuse, before a model is loaded, what the training arguments already say. Raises `ValueError`; no communication."""
-    name = _refused_by_name(type(args))
+def check_arguments(args, cls=None) -> None:
+    """Refuse, before a model is loaded, what the training arguments already say. Raises `ValueError`; no communication.
+
+    Args:
+        cls (`type`, *optional*): the trainer's class, once there is one; defaults to that of the arguments.
+    """
+    name = _refused_by_name(cls or type(args))
     if name is not None:
         raise ValueError(
             f"{name} is not supported with sequence parallelism: it makes its batches by itself, and each rank of a "
@@ -91,9 +95,16 @@ def check_arguments(args) -> None:
             raise ValueError(f"{name}=True is not supported with sequence parallelism: set it to False.")
 
 
-def check_trainer(trainer, counts_input_tokens: bool) -> None:
+def check_trainer(trainer) -> None:
     """Refuse a trainer that cannot be exact. Raises `ValueError`; no communication."""
-    check_arguments(trainer)
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    check_arguments(trainer.args, type(trainer))
+    if getattr(trainer.args, "use_vllm", False) and is_deepspeed_zero3_enabled():
+        raise ValueError(
+            "use_vllm under ZeRO-3 is not supported with sequence parallelism: DeepSpeed loses track of the weights that are "
+            "sent to the server. Use FSDP2, ZeRO-2 or DDP, or generate with transformers (use_vllm=False)."
+        )
     for name in ("tools", "environment_factories"):
         if getattr(trainer, name, None):
             raise ValueError(
@@ -112,7 +123,9 @@ def check_trainer(trainer, counts_input_tokens: bool) -> None:
             "labels, FSDP2 changes that name, and so they stay unshifted, with sequence parallelism or without. Use "
             "SFTTrainer with loss_type='nll', a compute_loss_func, DDP or DeepSpeed."
         )
-    if not counts_input_tokens and getattr(trainer.args, "include_num_input_tokens_seen", "no") not in ("no", False):
+    # Since transformers 5.2 they are counted in a method of their own, which sees replicas.
+    counts = getattr(trainer.args, "include_num_input_tokens_seen", "no") not in ("no", False)
+    if counts and not hasattr(trainer, "_track_num_input_tokens"):
         raise ValueError(
             "include_num_input_tokens_seen with this version of transformers counts every row once per sequence rank. "
             "Set it to 'no', or upgrade transformers."

@@ -11,9 +11,13 @@ import torch
 
 from ..core import declared
 from . import support, trl
-from .accelerate import attach_model, of_each_group, share_randomness, sp_group, view_of
+from .accelerate import attach_model
 from .config import requested
-from .replicas import among_replicas
+from .replicas import among_replicas, share_randomness, sp_group, view_of
+
+# Where a trainer runs models, counts and compares; those that it has. Not where it saves: FSDP's files are by rank.
+_AMONG_REPLICAS = ("training_step", "prediction_step", "compute_loss", "compute_ref_log_probs", "evaluate", "predict")
+_AMONG_REPLICAS += ("_get_num_items_in_batch", "_track_num_input_tokens")
 
 
 def view_of_trainer(trainer):
@@ -36,10 +40,12 @@ def wrap_init(original):
         original(self, *args, **kwargs)
         view = view_of_trainer(self)
         if view is not None:
-            support.check_trainer(self, counts_input_tokens())
+            support.check_trainer(self)
             support.check_model(self.model, view.sp_size)
-            # It may multiply by the number of processes, as the Trainer's own does, or not.
-            self.compute_loss = _with_declared_loss(self, among_replicas(self, self.compute_loss))
+            for name in _AMONG_REPLICAS:
+                if hasattr(self, name):
+                    setattr(self, name, among_replicas(self, getattr(self, name)))
+            self.compute_loss = _with_declared_loss(self, self.compute_loss)
             trl.adopt(self)
 
     return __init__
@@ -88,17 +94,6 @@ def _shifts(trainer) -> bool:
     return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
-def wrap_count(original):
-    @functools.wraps(original)
-    def _get_num_items_in_batch(self, batch_samples, device):
-        count, view = original(self, batch_samples, device), view_of_trainer(self)
-        if view is None or count is None or not self.args.average_tokens_across_devices:
-            return count
-        return count // view.sp_size  # Gathered from all ranks, which have each row sp_size times.
-
-    return _get_num_items_in_batch
-
-
 def wrap_total_batch_size(original):
     @functools.wraps(original)
     def get_total_train_batch_size(self, args):
@@ -115,28 +110,6 @@ def wrap_sp_size(original):
         return original(self) if view_of_trainer(self) is None else 1
 
     return get_sp_size
-
-
-def counts_input_tokens() -> bool:
-    """Whether the Trainer counts input tokens in a method of its own (since transformers 5.2), so that it can be put right.
-
-    Where it does not, `support.check_trainer` refuses `include_num_input_tokens_seen`.
-    """
-    from transformers import Trainer
-
-    return "_track_num_input_tokens" in vars(Trainer)
-
-
-def wrap_track_tokens(original):
-    @functools.wraps(original)
-    def _track_num_input_tokens(self, inputs):
-        before, view = self.state.num_input_tokens_seen, view_of_trainer(self)
-        original(self, inputs)
-        if view is not None:
-            # Gathered over all ranks, each row of which sp_size ranks have counted whole.
-            self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // view.sp_size
-
-    return _track_num_input_tokens
 
 
 def wrap_load_rng_state(original):
@@ -159,8 +132,6 @@ def wrap_evaluation_loop(original):
         asked = signature.bind(self, *args, **kwargs).arguments.get("prediction_loss_only")
         attachment = attach_model(self.accelerator, self.model)
         attachment.loss_only = self.args.prediction_loss_only if asked is None else asked
-        if getattr(self, "gather_function", None) == self.accelerator.gather:  # Seq2SeqTrainer's way to drop no row.
-            self.gather_function = functools.partial(of_each_group, self.accelerator)
         try:
             return original(self, *args, **kwargs)
         finally:

@@ -3,8 +3,8 @@
 1. References and teachers are attached before they are used. TRL prepares them in its own ways (`prepare_deepspeed`,
    `prepare_fsdp`, `Accelerator.prepare_model`), or does not, as when log-probabilities are computed ahead while the trainer
    is built; what they have in common is that the trainer holds them.
-2. Trainers that generate (GRPO, RLOO and their kin) see data-parallel ranks only (replicas.py). What is generated comes
-   from the group's first rank; rewards are asked for once per group; then its ranks draw alike again.
+2. What is generated, and what judges it, comes from the group's first rank; then its ranks draw alike again. GRPO and its kin
+   ask for rewards once per group. They see data-parallel ranks only (replicas.py), in names of their modules, too.
 """
 
 import functools
@@ -13,12 +13,14 @@ import inspect
 import torch
 
 from ..core.attachment import attachment_of
-from .accelerate import attach_prepared, share_randomness, shared_sp_group, sp_group
+from .accelerate import attach_prepared, shared_sp_group
 from .config import requested
-from .replicas import Replicas, among_replicas, end_together, share_result
+from .replicas import end_together, of_each_group, replicas_of, share_randomness, share_result, sp_group
 
 # The methods in which a trainer runs models; those that it has.
 _RUN_MODELS = ("training_step", "prediction_step", "compute_loss", "compute_ref_log_probs")
+# What draws: completions, of GRPO's kin, of GKD and OnlineDPO; rewards of OnlineDPO.
+_DRAW = ("_generate_single_turn", "rollout_func", "generate_on_policy_outputs", "_calculate_rewards_from_functions")
 
 
 def adopt(trainer) -> None:
@@ -27,9 +29,14 @@ def adopt(trainer) -> None:
         return
     for name in _RUN_MODELS:
         if hasattr(trainer, name):
-            setattr(trainer, name, _attached(trainer, among_replicas(trainer, getattr(trainer, name))))
+            setattr(trainer, name, _attached(trainer, getattr(trainer, name)))
+    # Of GRPO's kin it goes on to gather from all ranks: an error in there could not end them together.
+    around = () if hasattr(trainer, "_generate_single_turn") else ("_generate",)
+    for name in (*_DRAW, *around):
+        if getattr(trainer, name, None) is not None:
+            setattr(trainer, name, share_result(trainer.accelerator, getattr(trainer, name)))
     if hasattr(trainer, "_calculate_rewards"):
-        _generate_once(trainer)
+        _ask_once(trainer)
 
 
 def _attached(trainer, method):
@@ -41,22 +48,52 @@ def _attached(trainer, method):
                 # A head of one's own, a loss: they are given whole rows.
                 if hasattr(model, "get_input_embeddings") and attachment_of(model) is None:
                     attach_prepared(trainer.accelerator, model, held)
+        if getattr(trainer, "vllm_generation", None) is not None:
+            # Made with the accelerator itself: it slices what the server has answered.
+            trainer.vllm_generation.accelerator = replicas_of(trainer.accelerator)
         return method(*args, **kwargs)
 
     return with_attached_models
 
 
-# -- trainers that generate -----------------------------------------------------------------------------------------------
+def _ask_once(trainer):
+    """Have the group's first rank ask its reward functions alone: others' zeros are dropped where rewards are gathered.
 
+    A reward model runs on all ranks, for its engine may gather it from them. An error waits until all ranks can raise it.
+    """
+    group, errors = sp_group(trainer.accelerator), []
+    asks = torch.distributed.get_rank(group) == 0
 
-def _generate_once(trainer):
-    accelerator = trainer.accelerator
-    for name in ("_generate_single_turn", "rollout_func"):
-        if getattr(trainer, name, None) is not None:
-            setattr(trainer, name, share_result(accelerator, getattr(trainer, name)))
-    errors = []
-    trainer.reward_funcs = [_asked_once(accelerator, function, errors) for function in trainer.reward_funcs]
-    calculate, generate = trainer._calculate_rewards, trainer._generate
+    def checked(function, rewards, prompts):
+        if len(rewards) != len(prompts):
+            raise ValueError(f"{function} returned {len(rewards)} rewards for {len(prompts)} completions.")
+        return rewards
+
+    def asked_once(function):
+        def ask(*args, prompts, **kwargs):
+            try:
+                return checked(function, function(*args, prompts=prompts, **kwargs), prompts)
+            # Whatever it is: it is raised again, on all ranks.
+            except Exception as error:
+                errors.append(error)
+            return [0.0] * len(prompts)
+
+        async def ask_later(*args, prompts, **kwargs):
+            try:
+                return checked(function, await function(*args, prompts=prompts, **kwargs), prompts)
+            except Exception as error:
+                errors.append(error)
+            return [0.0] * len(prompts)
+
+        if isinstance(function, torch.nn.Module):
+            return function
+        if not asks:
+            return lambda *args, prompts, **kwargs: [0.0] * len(prompts)
+        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        return ask_later if is_async else ask
+
+    trainer.reward_funcs = [asked_once(function) for function in trainer.reward_funcs]
+    calculate = trainer._calculate_rewards
 
     @functools.wraps(calculate)
     def calculate_rewards(*args, **kwargs):
@@ -64,54 +101,10 @@ def _generate_once(trainer):
         rewards = calculate(*args, **kwargs)
         end_together(errors[0] if errors else None)
         # Functions that draw have drawn on one rank of the group.
-        share_randomness(sp_group(accelerator))
+        share_randomness(group)
         return rewards
 
-    @functools.wraps(generate)
-    def generate_alike(*args, **kwargs):
-        if getattr(trainer, "vllm_generation", None) is not None:
-            # Made with the accelerator itself: it slices what the server has answered.
-            trainer.vllm_generation.accelerator = Replicas(accelerator)
-        generated = generate(*args, **kwargs)
-        share_randomness(sp_group(accelerator))
-        return generated
-
-    trainer._calculate_rewards, trainer._generate = calculate_rewards, generate_alike
-
-
-def _asked_once(accelerator, function, errors):
-    """A reward function that the group's first rank asks alone: the others' zeros are dropped where rewards are gathered.
-
-    A reward model runs on all ranks, for its engine may gather it from them. An error waits until all ranks can raise it.
-    """
-    if isinstance(function, torch.nn.Module):
-        return function
-    asks = torch.distributed.get_rank(sp_group(accelerator)) == 0
-
-    def checked(rewards, prompts):
-        if len(rewards) != len(prompts):
-            raise ValueError(f"{function} returned {len(rewards)} rewards for {len(prompts)} completions.")
-        return rewards
-
-    def failed(error, prompts):
-        errors.append(error)
-        return [0.0] * len(prompts)
-
-    def ask(*args, prompts, **kwargs):
-        try:
-            return checked(function(*args, prompts=prompts, **kwargs), prompts) if asks else [0.0] * len(prompts)
-        # Whatever it is: it is raised again, on all ranks.
-        except Exception as error:
-            return failed(error, prompts)
-
-    async def ask_later(*args, prompts, **kwargs):
-        try:
-            return checked(await function(*args, prompts=prompts, **kwargs), prompts) if asks else [0.0] * len(prompts)
-        except Exception as error:
-            return failed(error, prompts)
-
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    return ask_later if is_async else ask
+    trainer._calculate_rewards = calculate_rewards
 
 
 def wrap_config(original):
@@ -135,13 +128,17 @@ def wrap_config(original):
     return __post_init__
 
 
+# -- names in the modules of GRPO's kin -----------------------------------------------------------------------------------
+
+
 def wrap_set_seed(original):
     @functools.wraps(original)
     def set_seed(seed, device_specific=False, **kwargs):
         group = shared_sp_group()
-        if group is None or not device_specific:
-            return original(seed, device_specific, **kwargs)
-        original(seed + torch.distributed.get_rank() // torch.distributed.get_world_size(group), **kwargs)
+        if group is not None and device_specific:
+            seed += torch.distributed.get_rank() // torch.distributed.get_world_size(group)
+            device_specific = False
+        original(seed, device_specific, **kwargs)
 
     return set_seed
 
@@ -149,11 +146,9 @@ def wrap_set_seed(original):
 def wrap_gather(original):
     @functools.wraps(original)
     def gather(tensor):
-        group, gathered = shared_sp_group(), original(tensor)
-        if group is None:
-            return gathered
-        size = torch.distributed.get_world_size(group)
-        return gathered.unflatten(0, (-1, size, len(gathered) // torch.distributed.get_world_size()))[:, 0].flatten(0, 1)
+        group = shared_sp_group()
+        gathered = original(tensor)
+        return gathered if group is None else of_each_group(gathered, torch.distributed.get_world_size(group))
 
     return gather
 

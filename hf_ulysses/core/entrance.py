@@ -26,7 +26,8 @@ from .trees import leaves, tree_map
 
 # What a head passes on to its decoder without meaning it.
 _OF_THE_HEAD = ("labels", "shift_labels", "num_items_in_batch")
-_CACHES = ("past_key_values", "cache", "cache_params")
+# The last is of older versions, whose `generate` leaves it to the decoder to make a cache.
+_CACHES = ("past_key_values", "cache", "cache_params", "cache_position")
 
 
 @dataclass
@@ -221,4 +222,5 @@ def _has_head(model):
 
 def _size_of_layers(module):
     lists = [child for child in module.children() if isinstance(child, torch.nn.ModuleList)]
-    return sum(parameter.numel() for layers in lists for parameter in layers.parameters())
+    # Of what it has partitioned ZeRO-3 leaves no element, but a note of how many there are.
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for layers in lists for parameter in layers.parameters())

@@ -72,7 +72,12 @@ class Exit:
                 kwargs.pop("shift_labels", None)
                 forward.opened = True
             return (), kwargs
-        forward.exit = "tokens" if kwargs.get("fused_lm_head") else "loss"
+        forward.exit = "loss"
+        if kwargs.get("fused_lm_head"):
+            forward.exit = "tokens"
+            # TRL calls no module to multiply by its weight. FSDP2 leaves a shard there where the head is a unit of its own (its
+            # norm is not found), and the gradient of what TRL gathers from shards is one rank's.
+            getattr(module.get_output_embeddings(), "unshard", bool)()
         forward.counted = kwargs.get("num_items_in_batch") is not None
         if forward.given is None:
             forward.length = targets.shape[1]
@@ -94,6 +99,8 @@ class Exit:
         forward = self.attachment.forward
         if forward is None or not self.attachment.owns(module):
             return None
+        if forward.exit == "tokens" and not module.training and not torch.is_grad_enabled():
+            getattr(module.get_output_embeddings(), "reshard", bool)()
         if forward.held is not None:
             release(forward.held)
             forward.held = None

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from .test_machines import free_port
-from .trajectory import VOCAB, _tokenizer, tiny_llama, train
+from .trajectory import VOCAB, tiny_llama, train
+from .trl_trajectory import tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,28 +87,42 @@ parallelism_config:
 """
 
 
-def test_trl_script_as_documented(tmp_path):
-    """`trl.scripts.sft --packing --pad_to_multiple_of 2` on local data: as it is, and under the plugin with ZeRO-3."""
+# Rows, and a script of TRL's with what it needs.
+SCRIPTS = {
+    "sft": (("text",), ["--packing", "--pad_to_multiple_of", "2", "--max_length", "64"]),
+    "dpo": (("prompt", "chosen", "rejected"), []),
+    "grpo": (("prompt",), ["--reward_funcs", "rewards.length", "--num_generations", "4", "--max_completion_length", "8"]),
+}
+REWARDS = "def length(completions, **kwargs):\n    return [len(text) % 7 for text in completions]\n"
+
+
+@pytest.mark.parametrize("name", SCRIPTS if os.environ.get("HF_ULYSSES_TEST_ALL") else ["sft", "dpo"])
+def test_trl_script_as_documented(tmp_path, name):
+    """TRL's script on local data, as `-m trl.scripts.NAME`: as it is, and under the plugin with ZeRO-3."""
+    columns, more = SCRIPTS[name]
     model, data = tmp_path / "model", tmp_path / "data"
     data.mkdir()
     tiny_llama().save_pretrained(model)
-    _tokenizer().save_pretrained(model)
+    tokenizer().save_pretrained(model)
     generator = random.Random(0)
     with open(data / "train.jsonl", "w") as out:
         for _ in range(24):
-            words = (f"<{generator.randrange(2, VOCAB)}>" for _ in range(generator.randrange(5, 40)))
-            out.write(json.dumps({"text": " ".join(words)}) + "\n")
+            words = [f" <{generator.randrange(2, VOCAB)}>" for _ in range(generator.randrange(5, 40))]
+            out.write(json.dumps({column: "".join(words[at:]) for at, column in enumerate(columns)}) + "\n")
     (tmp_path / "config.yaml").write_text(CONFIG)
-    script = ["-m", "trl.scripts.sft", "--model_name_or_path", str(model), "--dataset_name", str(data), "--packing"]
-    script += ["--pad_to_multiple_of", "2", "--max_length", "64", "--max_steps", "3", "--use_cpu", "--bf16", "False"]
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    script = ["-m", f"trl.scripts.{name}", "--model_name_or_path", str(model), "--dataset_name", str(data), *more]
+    script += ["--max_steps", "3", "--use_cpu", "--bf16", "False"]
     script += ["--report_to", "none", "--output_dir", str(tmp_path / "out"), "--logging_steps", "1", "--dtype", "float32"]
-    script += ["--per_device_train_batch_size", "1", "--save_strategy", "no", "--optim", "sgd", "--max_grad_norm", "1.0"]
+    script += ["--per_device_train_batch_size", "4" if name == "grpo" else "1"]
+    script += ["--save_strategy", "no", "--optim", "sgd", "--max_grad_norm", "1.0"]
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", str(free_port())]
-    alone = run([sys.executable, *script])
-    sharded = run([*launch, "--config_file", str(tmp_path / "config.yaml"), "-m", "hf_ulysses", *script])
-    assert "DeepSpeed ZeRO-3" in sharded.stdout, sharded.stdout[-3000:]
+    path = f"{ROOT}:{tmp_path}"
+    alone = run([sys.executable, *script], PYTHONPATH=path)
+    sharded = run([*launch, "--config_file", str(tmp_path / "config.yaml"), "-m", "hf_ulysses", *script], PYTHONPATH=path)
+    assert "DeepSpeed ZeRO-3" in sharded.stdout and "on the whole row" not in sharded.stdout, sharded.stdout[-3000:]
     losses = [
-        [float(value) for value in re.findall(r"'loss': '?([0-9.]+)", done.stdout)] for done in (alone, sharded)
+        [float(value) for value in re.findall(r"'loss': '?(-?[0-9.]+)", done.stdout)] for done in (alone, sharded)
     ]
     assert len(losses[0]) == 3, alone.stdout[-3000:]
     # Printed with four digits.

@@ -136,15 +136,6 @@ def reports_rows_per_step(expected):
     assert train(engine="ddp", sp=2, steps=1, accumulation=2, after=total)["after"] == 2
 
 
-def counts_tokens_once(expected):
-    seen = train(engine="ddp", sp=2, steps=2, include_num_input_tokens_seen="all", after=tokens_seen)["after"]
-    assert seen == 2 * 66
-
-
-def tokens_seen(trainer):
-    return trainer.state.num_input_tokens_seen
-
-
 def draws_alike_after_resuming(expected):
     """A checkpoint of two data-parallel ranks, whose states are not those of the two peers that resume."""
     import random
@@ -287,10 +278,8 @@ BEHAVIOURS = {
     "Accelerator.deepspeed_ulysses_dl_adapter": (loops_exactly, dict(engine="zero2", loader="adapter"), _LOOP, 2),
     "TrainingArguments.__post_init__": (refuses_before_anything_is_loaded, {}, None, 2),
     "Trainer.__init__": (refuses_prompt_tuning, {}, None, 2),
-    "Trainer._get_num_items_in_batch": (trains_exactly, dict(engine="ddp", steps=2), _STEPS, 2),
     "Trainer.get_total_train_batch_size": (reports_rows_per_step, {}, None, 2),
     "Trainer.get_sp_size": (trains_exactly, dict(engine="ddp", **_EPOCHS), (train, _EPOCHS), 2),
-    "Trainer._track_num_input_tokens": (counts_tokens_once, {}, None, 2),
     "Trainer._load_rng_state": (draws_alike_after_resuming, {}, None, 2),
     "Trainer.evaluation_loop": (leaves_logits_in_shards, {}, None, 2),
     "functional:all_gather": (loops_exactly, dict(engine="zero2", dp=2), (documented_loop, dict(engine="zero2", dp=2)), 4),

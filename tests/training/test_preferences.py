@@ -7,22 +7,33 @@ import pytest
 import torch
 
 from .trajectory import tiny_llama
-from .trl_trajectory import judged, lora_config, preferences, run, scores, with_lora
+from .trl_trajectory import class_of, judged, lora_config, preferences, run, scores, with_lora
 
 # float32 sums in another order, in margins that are small differences of large sums of log-probabilities.
 RELATIVE, ABSOLUTE = 5e-5, 2e-5
 PARAMETERS = 1e-5
 ALL = bool(os.environ.get("HF_ULYSSES_TEST_ALL"))
+PRODUCT = [(engine, dp) for engine in ("ddp", "zero3", "fsdp2") for dp in (1, 2)]
+
+
+def layouts(*chosen, versions=None):
+    """`(engine, dp)`: each trainer on some, all engines on some trainer; `scripts/test.sh --all` runs the product.
+
+    `versions` is the one that runs on the oldest and the newest versions, too.
+    """
+    marks = lambda layout: pytest.mark.versions if layout == versions else ()
+    return pytest.mark.parametrize("engine,dp", [pytest.param(*it, marks=marks(it)) for it in (PRODUCT if ALL else chosen)])
 
 
 def assert_exact(ranks, name, data, engine="ddp", sp=2, dp=1, timeout=120, **settings):
     plain = dict(engine="plain") if dp == 1 else dict(engine=engine, dp=dp)
-    (expected, *_) = ranks(dp).run(run, name, data, timeout=timeout, **plain, **settings)
+    expected = ranks(dp).run(run, name, data, timeout=timeout, **plain, **settings)
     results = ranks(sp * dp).run(run, name, data, engine=engine, sp=sp, dp=dp, timeout=timeout, **settings)
-    for result in results:
-        assert_same(result, expected)
+    for rank, result in enumerate(results):
+        # Some metrics are of a data-parallel rank's own rows.
+        assert_same(result, expected[rank // sp])
         assert torch.equal(result["parameters"], results[0]["parameters"]), "parameters differ between ranks"
-    return expected, results
+    return expected[0], results
 
 
 def assert_same(result, expected):
@@ -48,7 +59,7 @@ def other_llama():
     return model
 
 
-@pytest.mark.parametrize("engine,dp", [("ddp", 1), ("zero3", 1), ("fsdp2", 1), ("ddp", 2)])
+@layouts(("zero3", 1), ("ddp", 2), versions=("ddp", 2))
 def test_dpo(ranks, engine, dp):
     evaluation = dict(eval_data=preferences(5, seed=2))
     expected, results = assert_exact(
@@ -56,7 +67,7 @@ def test_dpo(ranks, engine, dp):
         **evaluation,
     )  # fmt: skip
     assert all(result["after"] > 0 for result in results), "the reference model saw whole rows"
-    assert {"rewards/margins", "logits/chosen", "num_tokens", "grad_norm"} < set(expected["log"][0])
+    assert {"rewards/margins", "logits/chosen", "grad_norm"} < set(expected["log"][0])
     assert any("eval_rewards/margins" in entry for entry in expected["log"])
 
 
@@ -65,8 +76,6 @@ def exchanges_of_reference(trainer, name="ref_model"):
 
     attachment = attachment_of(trainer.accelerator.unwrap_model(getattr(trainer, name)))
     return None if attachment is None else attachment.exchanges
-
-
 
 
 # What a preference loss may do with whole rows: compare rows, count tokens, sort rows, weigh by all tokens' squares.
@@ -91,9 +100,11 @@ def test_losses_of_dpo(ranks, loss):
 ADAPTERS = {"switched off": dict(trainer_arguments=dict(peft_config=lora_config())), "ref": dict(model=with_lora)}
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"] if ALL else ["zero3", "fsdp2"])
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_dpo_with_an_adapter(ranks, adapter, engine):
+PAIRS = [(engine, adapter) for engine in ("ddp", "zero3", "fsdp2") for adapter in ADAPTERS]
+
+
+@pytest.mark.parametrize("engine,adapter", PAIRS if ALL else [("zero3", "switched off"), ("fsdp2", "ref")])
+def test_dpo_with_an_adapter(ranks, engine, adapter):
     assert_exact(ranks, "DPO", preferences(6), engine, beta=0.5, eval_data=preferences(3, seed=2), **ADAPTERS[adapter])
 
 
@@ -108,31 +119,32 @@ def saved(rows, folder):
     return str(folder)
 
 
-def run_from_cache(**settings):
+def run_from_cache(name, **settings):
     """No log-probability is computed ahead."""
     from unittest import mock
 
-    import trl
-
-    with mock.patch.object(trl.DPOTrainer, "compute_ref_log_probs", side_effect=AssertionError("computed again")):
-        return run("DPO", **settings)
+    with mock.patch.object(class_of(name)[0], "compute_ref_log_probs", side_effect=AssertionError("computed again")):
+        return run(name, **settings)
 
 
-@pytest.mark.parametrize("engine,dp", [("ddp", 2), ("zero3", 1), ("fsdp2", 1)])
-def test_reference_computed_ahead(ranks, tmp_path, engine, dp):
+AHEAD = [("DPO", "ddp", 2), ("DPO", "zero3", 1), ("KTO", "fsdp2", 1)]
+
+
+@pytest.mark.parametrize("name,engine,dp", [(name, *it) for name in ("DPO", "KTO") for it in PRODUCT] if ALL else AHEAD)
+def test_reference_computed_ahead(ranks, tmp_path, name, engine, dp):
     """Of a number of rows that neither the ranks nor the batches divide; then from the cache."""
     # The rows are fingerprinted with all arguments, the output folder included.
     settings = dict(beta=0.5, precompute_ref_log_probs=True, reference=other_llama, output_dir=str(tmp_path / "out"))
-    rows = preferences(7)
+    rows = preferences(7) if name == "DPO" else judged(7)
     plain = dict(engine="plain") if dp == 1 else dict(engine=engine, dp=dp)
-    expected = ranks(dp).run(run, "DPO", saved(rows, tmp_path / "plain"), **plain, **settings)[0]
+    expected = ranks(dp).run(run, name, saved(rows, tmp_path / "plain"), **plain, **settings)[0]
     again = dict(settings, data=saved(rows, tmp_path / "sp"), engine=engine, sp=2, dp=dp)
-    for function, name in ((run, ["DPO"]), (run_from_cache, [])):
-        for result in ranks(2 * dp).run(function, *name, **again):
+    for function in (run, run_from_cache):
+        for result in ranks(2 * dp).run(function, name, **again):
             assert_same(result, expected)
 
 
-@pytest.mark.parametrize("engine,dp", [("ddp", 1), ("zero3", 1), ("fsdp2", 1), ("ddp", 2)])
+@layouts(("fsdp2", 1), ("zero3", 2))
 def test_kto(ranks, engine, dp):
     """Every other batch is all rejected; a row and the row that estimates the KL have different lengths."""
     settings = dict(reference=other_llama, beta=0.5, eval_data=judged(5, seed=2), after=exchanges_of_reference)
@@ -145,10 +157,28 @@ def test_kto_with_an_adapter_and_another_loss(ranks):
     assert_exact(ranks, "KTO", judged(6), loss_type="apo_zero_unpaired", **ADAPTERS["ref"])
 
 
-@pytest.mark.parametrize("engine,dp", [("ddp", 1), ("zero3", 1), ("fsdp2", 1), ("ddp", 2)])
+@layouts(("zero3", 1), ("fsdp2", 2), versions=("fsdp2", 2))
 def test_reward(ranks, engine, dp):
     """Pad = eos and rows that end in eos: the pooled token is found in the whole row. An incomplete last evaluation batch."""
     settings = dict(model=scores, pad="<1>", center_rewards_coefficient=0.1)
     rows = [{k: row[k] for k in ("chosen", "rejected", "margin")} for row in preferences(6 * dp, margin=[0.5, 0.0, 1.5])]
     expected, _ = assert_exact(ranks, "Reward", rows, engine, dp=dp, eval_data=rows[:3], **settings)
     assert any("eval_margin" in entry for entry in expected["log"])
+
+
+def refused_with(**settings):
+    try:
+        run("Reward", preferences(2), **settings)
+    except ValueError as error:
+        return str(error)
+
+
+def test_reward_with_three_labels_is_what_it_is_without(ranks):
+    """TRL refuses it."""
+    (expected,) = ranks(1).run(refused_with, model=three_scores)
+    assert "num_labels=3" in expected
+    assert ranks(2).run(refused_with, engine="ddp", sp=2, model=three_scores) == [expected] * 2
+
+
+def three_scores():
+    return scores(num_labels=3)

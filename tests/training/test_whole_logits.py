@@ -1,19 +1,17 @@
 """Trainers that compute their loss from whole logits: TRL's CPO, ORPO, TPO, GKD and OnlineDPO."""
 
+import os
 import re
 
 import pytest
 
-from .test_preferences import assert_exact, exchanges_of_reference, other_llama
+from .test_preferences import assert_exact, exchanges_of_reference, layouts, other_llama
 from .trajectory import VOCAB, _parallelism, tiny_llama, train
 from .trl_trajectory import preferences, run
 
-ENGINES = ["ddp", "zero3", "fsdp2"]
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_cpo(ranks, engine):
-    assert_exact(ranks, "CPO", preferences(6), engine, eval_data=preferences(3, seed=2), beta=0.5)
+@layouts(("ddp", 1), versions=("ddp", 1))
+def test_cpo(ranks, engine, dp):
+    assert_exact(ranks, "CPO", preferences(6 * dp), engine, dp=dp, eval_data=preferences(3, seed=2), beta=0.5)
 
 
 def said(**settings):
@@ -53,13 +51,15 @@ def test_the_exit_and_what_it_costs_are_said_once(ranks):
     assert "evaluation is sharded, too" in trained and "evaluation is sharded" not in dpo
 
 
-def test_orpo(ranks):
-    assert_exact(ranks, "ORPO", preferences(12), "fsdp2", dp=2, beta=0.5)
+@layouts(("fsdp2", 2))
+def test_orpo(ranks, engine, dp):
+    assert_exact(ranks, "ORPO", preferences(6 * dp), engine, dp=dp, beta=0.5)
 
 
-def test_tpo(ranks):
-    rows = [{**row, "reference": row["rejected"]} for row in preferences(6)]
-    assert_exact(ranks, "TPO", rows, "zero3", beta=0.5)
+@layouts(("zero3", 1))
+def test_tpo(ranks, engine, dp):
+    rows = [{**row, "reference": row["rejected"]} for row in preferences(6 * dp)]
+    assert_exact(ranks, "TPO", rows, engine, dp=dp, beta=0.5)
 
 
 def messages(count):
@@ -74,6 +74,7 @@ def with_teacher():
     return dict(teacher_model=other_llama())
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("lmbda", [0.0, 0.7])
 def test_gkd(ranks, lmbda):
     """With rows of its own and with rows that the student generates; the teacher is attached, too."""
@@ -91,8 +92,22 @@ def small_numbers(completion_ids, **kwargs):
     return [sum(ids) / VOCAB for ids in completion_ids]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero3"])
-def test_online_dpo(ranks, engine):
-    rows = [{"prompt": row["prompt"]} for row in preferences(6)]
+@layouts(("zero3", 1))
+def test_online_dpo(ranks, engine, dp):
+    rows = [{"prompt": row["prompt"]} for row in preferences(6 * dp)]
     settings = dict(trainer_arguments=dict(reward_funcs=small_numbers), max_new_tokens=6, max_length=64, beta=0.5)
-    assert_exact(ranks, "OnlineDPO", rows, engine, reference=other_llama, **settings)
+    assert_exact(ranks, "OnlineDPO", rows, engine, dp=dp, reference=other_llama, **settings)
+
+
+class Moody:
+    """A judge whose answers nobody can foresee: those of the group's first rank count."""
+
+    def __call__(self, completion_ids, **kwargs):
+        rank = int(os.environ.get("RANK", "0"))
+        return [(7 * sum(ids) + 5 * rank * index) % 11 for index, ids in enumerate(completion_ids)]
+
+
+def test_rewards_of_online_dpo_that_differ_on_every_rank(ranks):
+    rows = [{"prompt": row["prompt"]} for row in preferences(6)]
+    settings = dict(trainer_arguments=dict(reward_funcs=Moody()), max_new_tokens=6, max_length=64, beta=0.5)
+    assert_exact(ranks, "OnlineDPO", rows, reference=other_llama, **settings)

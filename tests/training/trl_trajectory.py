@@ -82,12 +82,14 @@ def with_lora():
 def class_of(name):
     """A trainer of TRL or of its experiments, and its configuration."""
     import importlib
+    import importlib.util
 
     import trl
 
-    if hasattr(trl, f"{name}Trainer"):
-        return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
-    module = importlib.import_module(f"trl.experimental.{ {'OnlineDPO': 'online_dpo'}.get(name, name.lower()) }")
+    folder = f"trl.experimental.{ {'OnlineDPO': 'online_dpo'}.get(name, name.lower()) }"
+    # Where some have moved to, and from where KTO has come back.
+    is_there = hasattr(trl, f"{name}Trainer") and (trl.__version__ >= "1" or importlib.util.find_spec(folder) is None)
+    module = trl if is_there else importlib.import_module(folder)
     return getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
 
 

@@ -3,6 +3,7 @@
 import ast
 import collections
 import copyreg
+import importlib.util
 import inspect
 import re
 import sys
@@ -61,6 +62,7 @@ NAMES = {
     # trl: the trainers that generate
     "_calculate_rewards": lambda: all(callable(vars(trainer)["_calculate_rewards"]) for trainer in generating()),
     "_generate": lambda: all(parameters(trainer._generate) == ["self", "prompts"] for trainer in generating()),
+    "_calculate_rewards_from_functions": lambda: callable(vars(online_dpo())["_calculate_rewards_from_functions"]),
     "_generate_single_turn": lambda: all(callable(vars(trainer)["_generate_single_turn"]) for trainer in generating()),
     # Python
     "_fields": lambda: collections.namedtuple("Pair", "a b")._fields == ("a", "b"),
@@ -78,6 +80,14 @@ def hooked():
     module = torch.nn.Linear(2, 2)
     module.register_forward_hook(print)
     return module._forward_hooks
+
+
+def online_dpo():
+    if importlib.util.find_spec("trl.experimental.online_dpo") is None:
+        pytest.skip("of another version")
+    from trl.experimental.online_dpo import OnlineDPOTrainer
+
+    return OnlineDPOTrainer
 
 
 def _track(self, inputs):

@@ -58,4 +58,4 @@ def test_quantized_weights_need_a_gpu(monkeypatch, gpu):
 @pytest.mark.parametrize("name", ["tools", "environment_factories"])
 def test_trainers_whose_rollouts_act_on_something(name):
     with pytest.raises(ValueError, match=f"{name}.*rollout_func"):
-        check_trainer(SimpleNamespace(**{name: [len]}), counts_input_tokens=True)
+        check_trainer(SimpleNamespace(args=SimpleNamespace(), **{name: [len]}))
