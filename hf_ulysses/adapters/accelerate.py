@@ -16,6 +16,7 @@ import numpy
 import torch
 
 from ..core.attachment import Attachment, attach, attachment_of
+from ..core.control import Control
 from ..core.randomness import random_states, set_random_states
 from ..memory import switch_on
 from .config import StateView, requested, upstream_backends
@@ -36,8 +37,8 @@ def sp_group(accelerator):
 
 def share_randomness(group) -> None:
     """Give all ranks of `group` the random states of its first one, which data pipelines draw from. Collective."""
-    states = [random.getstate(), numpy.random.get_state(), random_states()]
-    torch.distributed.broadcast_object_list(states, group=group, group_src=0)
+    mine = [random.getstate(), numpy.random.get_state(), random_states()]
+    states = Control(group, patience=None).from_first(mine)
     random.setstate(states[0])
     numpy.random.set_state(states[1])
     set_random_states(states[2])

@@ -8,6 +8,7 @@ import functools
 
 import torch
 
+from ..core.control import Control
 from .accelerate import of_each_group, sp_group, view_of
 
 
@@ -69,17 +70,15 @@ def share_result(accelerator, function):
         except Exception as raised:
             error = raised
         end_together(error)
-        result = [result]
-        torch.distributed.broadcast_object_list(result, group=sp_group(accelerator), group_src=0)
-        return result[0]
+        return Control(sp_group(accelerator), patience=None).from_first(result)
 
     return shared
 
 
 def end_together(error) -> None:
     """Raise this rank's `error`, or say that another rank has one. Collective over all ranks."""
-    errors = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(errors, None if error is None else repr(error))
+    everyone = Control(torch.distributed.group.WORLD, patience=None)
+    errors = everyone.from_all(None if error is None else repr(error))
     if error is not None:
         raise error
     for rank, other in enumerate(errors):

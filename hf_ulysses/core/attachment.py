@@ -240,8 +240,9 @@ class Attachment:
                     "whole model."
                 )
             return None
+        device = next((value.device for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
         if not self._plain:
-            self.locate(next((value.device for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None))
+            self.locate(device)
         if self.is_plain:
             if kwargs.get(ROW_KEY) is not None:
                 raise ValueError(
@@ -255,6 +256,9 @@ class Attachment:
         self.peers.judge_last()
         kwargs = dict(kwargs)
         self.forward = Forward(given=kwargs.pop(ROW_KEY, None))
+        if self.forward.given is not None and device not in (None, self.forward.given.position_ids.device):
+            # FSDP's root moves tensors, and no object of ours.
+            self.forward.given = self.forward.given.to(device)
         self.forward.tokens = [kwargs[name] for name in ("input_ids", "labels") if torch.is_tensor(kwargs.get(name))]
         if self.forward.given is not None:
             self.forward.outer = hold(self.forward.given)  # For masks that are built in front of the decoder.

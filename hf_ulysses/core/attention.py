@@ -177,7 +177,8 @@ def _own_heads(tensor, share, num_heads, dim):
 def _full_row_mask(mask, row, module, share, num_heads):
     if not torch.is_tensor(mask):
         return mask
-    if mask.untyped_storage().nbytes() == 1:
+    # What torch.compile traces has no storage to look at.
+    if not torch.compiler.is_compiling() and mask.untyped_storage().nbytes() == 1:
         raise ValueError(
             f"{type(module).__name__} got the stand-in for a mask of documents after something had stripped its type. "
             "Please report the model; attn_implementation='eager' does without stand-ins."
