@@ -17,6 +17,8 @@ import torch
 from . import packed as documents
 
 ROW_KEY = "ulysses_row"
+# The host's work, in no graph.
+_look = torch.compiler.disable(documents.facts_of)
 
 
 class Row:
@@ -86,11 +88,11 @@ class Row:
         return self.position_ids[(0,) * (self.position_ids.dim() - 2)]
 
     @property
-    @torch.compiler.disable  # The host's work.
     def facts(self):
         """What the rows are made of (`packed.Facts`), found when first asked for."""
         if self._facts is None:
-            self._facts = documents.facts_of(self)
+            plain = self.attention_mask is None and not self.positions_given
+            self._facts = documents.Facts() if plain else _look(self)
         return self._facts
 
     def flash_arguments(self) -> dict:
