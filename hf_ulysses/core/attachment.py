@@ -59,7 +59,7 @@ class Attachment:
     Attributes:
         group (`torch.distributed.ProcessGroup`), size (`int`), rank (`int`): the sequence-parallel group.
         exchanges, scans (`int`): calls of attention functions, and of functions that mix positions otherwise, that went
-            through the exchange since attaching.
+            through the exchange since attaching; those that torch.compile has traced are not counted.
         gathered (`list[str]`): modules that run on the whole row (mixing/whole.py), known after the first forward.
         runs_whole (`bool`): whether all of the decoder does.
         attending (`bool`): whether an attention function runs just now, or has raised.

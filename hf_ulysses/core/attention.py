@@ -82,7 +82,9 @@ def _attend(core, attachment, row, module, query_BHsD, key_BGsD, value_BGsE, att
     num_heads, num_kv_heads = query_BHsD.shape[1], key_BGsD.shape[1]
     _check(attachment, row, module, query_BHsD, key_BGsD, value_BGsE, kwargs)
     query_BHsD, key_BGsD, value_BGsE = _one_dtype(query_BHsD, key_BGsD, value_BGsE)
-    attachment.exchanges += 1
+    if not torch.compiler.is_compiling():
+        # Counted by what is compiled, each step would be compiled anew.
+        attachment.exchanges += 1
 
     def attend_with(chunk, query_BHsD, key_BGsD, value_BGsE):
         """Exchange, attend and exchange back the heads of `chunk`, which the three tensors hold."""
