@@ -9,9 +9,12 @@ import torch
 
 import hf_ulysses
 
+from ..kernels import without_gpu
 from ..kernels.flash import HUB, KEYS, flash
 from ..models import batch_of, build, checkpoint, packed_positions, padded
 from .steps import FLOAT32, TOLERANCE, assert_same, on_whole_rows, residual, sharded, whole_step
+
+pytestmark = without_gpu
 
 KEY = "flash_attention_2"
 LENGTH = 33

@@ -17,10 +17,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_ulysses
 
-from ..kernels import flash_attn_2_cuda as extension
+from ..kernels import flash_attn_2_cuda as extension, without_gpu
 from ..kernels.flash import flash
 from ..models import build, packed_positions
 from .test_flex import fake_flex
+
+pytestmark = without_gpu
 
 DISPATCHED = ("_local_scalar_dense", "nonzero", "lift_fresh", "masked_select", "equal", "unique_dim", "_unique2")
 # What comes after `cpu` (`numpy`) reads the host's memory.

@@ -3,8 +3,8 @@ targets and the step's count, its kernels of the layers a shard, TRL's fused hea
 """
 
 import pytest
-import torch
 
+from ..kernels import without_gpu
 from ..kernels.triton_kernels import interpreted, trl_kernels
 from .test_trajectories import assert_engine, assert_same
 from .trajectory import rows, tiny_llama, train
@@ -20,8 +20,7 @@ def small(**settings):
     return train(model=tiny_llama(num_hidden_layers=1), **settings)
 
 
-# Compiled ones are as right as Triton is; what they are given is the same.
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton has a GPU, so that nothing is interpreted")
+pytestmark = without_gpu
 
 # Odd, so that shards are padded. A machine that is busy interprets slowly.
 LENGTH, PATIENCE = 25, 300
