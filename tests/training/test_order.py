@@ -8,11 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .trajectory import rows, train
 
-SKIPPED = ("monitored_barrier_",)
-
-
 class Recorded(TorchDispatchMode):
-    """`calls`: (name, ranks of the group, numbers in, numbers out, split sizes) of every collective, in order."""
+    """`calls`: (name, ranks of the group, its communicator, numbers of its tensors, split sizes) of every collective, in order."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +25,7 @@ def _call(name, args):
     groups = [group for group in map(_group, args) if group is not None]
     sizes = [list(arg) for arg in args if isinstance(arg, (list, tuple)) and arg and all(type(n) is int for n in arg)]
     numbers = [sum(tensor.numel() for tensor in _tensors(arg)) for arg in args if list(_tensors(arg))]
-    return name, tuple(dist.get_process_group_ranks(groups[0])), numbers, sizes
+    return name, tuple(dist.get_process_group_ranks(groups[0])), groups[0].group_name, numbers, sizes
 
 
 def _group(arg):
@@ -72,17 +69,13 @@ def recorded(prefetch, **settings):
     return record.mode.calls
 
 
-@pytest.mark.parametrize("engine,dp", [("fsdp2", 1), ("fsdp2", 2), ("zero3", 1), ("zero3", 2)])
-def test_the_order_of_collectives(ranks, engine, dp):
-    settings = dict(engine=engine, sp=2, dp=dp, data=rows(4 * dp))
-    calls = ranks(2 * dp).run(recorded, engine == "fsdp2", **settings)
+def assert_same_order(calls):
+    """`calls`: of every rank. A communicator waits for what was started on another one, so groups are not looked at apart."""
     for a, mine in enumerate(calls):
-        assert sum(name == "alltoall_base_" for name, *_ in mine) >= 2 * 2 * 2 * 2, "two layers, there and back, twice"
         for b, theirs in enumerate(calls[:a]):
-            # Across all groups that both are in: a communicator waits for what was started on another one before.
             ours, others = ([call for call in of_one if {a, b} <= set(call[1])] for of_one in (mine, theirs))
-            assert [(name, group) for name, group, *_ in ours] == [(name, group) for name, group, *_ in others]
-            for (name, group, numbers, sizes), (_, _, other_numbers, other_sizes) in zip(ours, others):
+            assert [call[:2] for call in ours] == [call[:2] for call in others]
+            for (name, group, _, numbers, sizes), (*_, other_numbers, other_sizes) in zip(ours, others):
                 if name != "alltoall_base_" or not sizes:
                     assert numbers == other_numbers, (name, group)
                     continue
@@ -90,3 +83,26 @@ def test_the_order_of_collectives(ranks, engine, dp):
                 (received, sent), (other_received, other_sent) = sizes, other_sizes
                 place, other_place = group.index(a), group.index(b)
                 assert sent[other_place] == other_received[place] and received[other_place] == other_sent[place]
+
+
+@pytest.mark.parametrize("engine,dp", [("fsdp2", 1), ("fsdp2", 2), ("zero3", 1), ("zero3", 2)])
+def test_the_order_of_collectives(ranks, engine, dp):
+    settings = dict(engine=engine, sp=2, dp=dp, data=rows(4 * dp))
+    calls = ranks(2 * dp).run(recorded, engine == "fsdp2", **settings)
+    assert_same_order(calls)
+    for mine in calls:
+        exchanges = [call for call in mine if call[0] == "alltoall_base_"]
+        assert len(exchanges) >= 2 * 2 * 2 * 2, "two layers, there and back, twice"
+        # What the engine gathers and scatters does not share a communicator with the exchange.
+        there = {name for name, _, communicator, *_ in mine if communicator == exchanges[0][2]}
+        assert there <= {"alltoall_base_", "allreduce_"}, there
+        assert {name for name, *_ in mine} - there, "the engine's own are recorded"
+
+
+def test_another_order_is_seen():
+    exchange, gather = ("alltoall_base_", (0, 1), "own", [8, 8], [[2, 6], [2, 6]]), ("_allgather_base_", (0, 1), "", [4, 8], [])
+    other = ("alltoall_base_", (0, 1), "own", [8, 8], [[6, 2], [6, 2]])
+    assert_same_order([[exchange, gather], [other, gather]])
+    for wrong in ([gather, other], [other], [other, (*gather[:3], [4, 4], [])], [(*other[:4], [[3, 5], [6, 2]]), gather]):
+        with pytest.raises(AssertionError):
+            assert_same_order([[exchange, gather], wrong])

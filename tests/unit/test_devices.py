@@ -78,6 +78,21 @@ def test_attention_gets_everything_on_the_models_device(explicit):
     assert seen == [["meta"] * 3] * 2
 
 
+def test_the_trial_runs_where_the_batch_is(monkeypatch):
+    """Parameters may be elsewhere: offloaded, or on a device that nobody has moved the batch to."""
+    tried = []
+
+    def record(model, attachment, device):
+        tried.append(device.type)
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(hf_ulysses.mixing.locate, "locate", record)
+    model = build(dtype=torch.float32)
+    with fake_world(2), hf_ulysses.attach(model), pytest.raises(RuntimeError, match="seen"):
+        model(**{key: value.to("meta") for key, value in batch_of(1, LENGTH).items()})
+    assert tried == ["meta"]
+
+
 # -- saved and copied models ---------------------------------------------------------------------------------------------
 
 
