@@ -309,7 +309,8 @@ def main():
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
 
     # The checks take a minute; they get a third of the time at most.
-    document["verdicts"] = gpu_checks.run(device, lambda: time.monotonic() - started > arguments.seconds / 3)
+    late = float("inf") if arguments.self_test else started + arguments.seconds / 3
+    document["verdicts"] = gpu_checks.run(device, lambda: time.monotonic() > late)
     free(device)
     for number, name in enumerate(arguments.models):
         # What is left is divided evenly among the models that are still to come.

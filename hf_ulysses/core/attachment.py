@@ -40,7 +40,7 @@ from .masks import BUILDERS, for_full_row
 from .peers import Peers
 from .randomness import called_by
 from .rotary import depends_on_positions, feed_full_row
-from .sequence import ROW_KEY, current_row, forget_rows, hold, on_whole_row, release
+from .sequence import ROW_KEY, current_row, forget_rows, hold, in_no_graph, on_whole_row, release
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class Attachment:
         self.peers = Peers(self.group)
         self._tried = self.size == 1 or not trial
         self._plain = self._engines = 0
+        self._fsdp = False
         self._model = weakref.ref(model)
         # What a trial row goes through: the model, or what an engine made of it where only that can be run.
         self.entry = self._model
@@ -181,6 +182,18 @@ class Attachment:
         if engine is not self._model():
             self._handles += around(engine, self._begin_engine, self._end_engine)
 
+    def _inside_fsdp(self, module):
+        """FSDP's own hooks look at all that a module returns, which must not count as reading it: ours come after them."""
+        # By name: its import takes seconds, which who has such a module has paid.
+        if self._fsdp or all(cls.__name__ != "FSDPModule" for cls in type(module).__mro__):
+            return
+        self._fsdp = True
+        self._engines += 1  # For the forward that has begun.
+        self._handles += [
+            module.register_forward_pre_hook(self._begin_engine, with_kwargs=True),
+            module.register_forward_hook(self._end_engine, with_kwargs=True, always_call=True),
+        ]
+
     def owns(self, module) -> bool:
         return attachment_of(module) is self
 
@@ -240,6 +253,7 @@ class Attachment:
                     "whole model."
                 )
             return None
+        self._inside_fsdp(module)
         device = next((value.device for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
         if not self._plain:
             self.locate(device)
@@ -253,7 +267,7 @@ class Attachment:
         # What an interrupted forward left behind.
         self.entrance.reset()
         forget_rows()
-        self.peers.judge_last()
+        in_no_graph(self.peers.judge_last)
         kwargs = dict(kwargs)
         self.forward = Forward(given=kwargs.pop(ROW_KEY, None))
         if self.forward.given is not None and device not in (None, self.forward.given.position_ids.device):

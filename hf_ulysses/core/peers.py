@@ -30,7 +30,6 @@ class Peers:
         checksum = row.checksum.double()
         return torch.stack([checksum, checksum * checksum])
 
-    @torch.compiler.disable  # The host's work; what it keeps changes with every batch.
     def judge(self, row, sums) -> None:
         """Raise `ValueError`, on all ranks alike, if rows differ: of the first batch now, of others in `judge_last`."""
         self._pending = (*row.position_ids.shape[-2:-1], row.length, row.checksum), _to_host(sums)
@@ -38,7 +37,6 @@ class Peers:
             self.judge_last(when="")
             self.judged = True
 
-    @torch.compiler.disable
     def judge_last(self, when=" in the last batch") -> None:
         if self._pending is None:
             return

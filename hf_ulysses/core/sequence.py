@@ -17,8 +17,6 @@ import torch
 from . import packed as documents
 
 ROW_KEY = "ulysses_row"
-# The host's work, in no graph.
-_look = torch.compiler.disable(documents.facts_of)
 
 
 class Row:
@@ -92,7 +90,7 @@ class Row:
         """What the rows are made of (`packed.Facts`), found when first asked for."""
         if self._facts is None:
             plain = self.attention_mask is None and not self.positions_given
-            self._facts = documents.Facts() if plain else _look(self)
+            self._facts = documents.Facts() if plain else in_no_graph(documents.facts_of, self)
         return self._facts
 
     def flash_arguments(self) -> dict:
@@ -134,6 +132,13 @@ class Row:
 _WHOLE = object()
 # A `Row`, `_WHOLE`, or `None`. Not a `ContextVar`: each look at one would end a graph of torch.compile.
 _current: "Row | object | None" = None
+
+
+def in_no_graph(function, *arguments):
+    """`function(*arguments)`, the host's work, which torch.compile shall not trace."""
+    if torch.compiler.is_compiling():
+        function = torch.compiler.disable(function)
+    return function(*arguments)
 
 
 def current_row() -> Row | None:
