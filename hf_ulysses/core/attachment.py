@@ -34,7 +34,7 @@ from .cut import shard_batch
 from .entrance import Entrance, Forward, decoder_of, towers_of
 from .exits import Exit, head_of, open_exit, scores_shift_labels
 from .gather import gather_sequence
-from .hooks import around
+from .hooks import around, outside
 from .loss import reduce_loss
 from .masks import BUILDERS, for_full_row
 from .peers import Peers
@@ -189,10 +189,7 @@ class Attachment:
             return
         self._fsdp = True
         self._engines += 1  # For the forward that has begun.
-        self._handles += [
-            module.register_forward_pre_hook(self._begin_engine, with_kwargs=True),
-            module.register_forward_hook(self._end_engine, with_kwargs=True, always_call=True),
-        ]
+        self._handles += outside(module, self._begin_engine, self._end_engine)
 
     def owns(self, module) -> bool:
         return attachment_of(module) is self

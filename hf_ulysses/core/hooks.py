@@ -22,12 +22,16 @@ def around(module, enter, leave) -> list:
     """
     if module not in _skins:
         _skins[module] = skins = _Skins()
-        skins.handles = [
-            module.register_forward_pre_hook(skins.enter, with_kwargs=True),
-            module.register_forward_hook(skins.leave, with_kwargs=True, always_call=True),
-        ]
+        skins.handles = skins.put_around(module)
     _skins[module].pairs.append(pair := (enter, leave))
     return [_Handle(module, pair)]
+
+
+def outside(module, enter, leave) -> list:
+    """The same, around all hooks that `module` has by now."""
+    skins = _Skins()
+    skins.pairs.append((enter, leave))
+    return skins.put_around(module)
 
 
 class _Skins:
@@ -35,6 +39,12 @@ class _Skins:
 
     def __init__(self):
         self.pairs, self.handles = [], []
+
+    def put_around(self, module) -> list:
+        return [
+            module.register_forward_pre_hook(self.enter, with_kwargs=True),
+            module.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
+        ]
 
     def __deepcopy__(self, memo):
         return self
