@@ -72,9 +72,8 @@ def events(function, device):
 def attentions(device):
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-    on_gpu = device == "cuda"
-    there = {"flash_attention_2": on_gpu and is_flash_attn_2_available(), "flash_attention_3": on_gpu and is_flash_attn_3_available()}
-    return [key for key, available in there.items() if available]
+    there = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+    return [key for key, available in there.items() if device == "cuda" and available()]
 
 
 # -- the checks ------------------------------------------------------------------------------------------------------------
@@ -186,8 +185,11 @@ def compiled(device):
 def devices(device):
     model, batch = build(device, dtype=torch.float32), batch_of("cpu", 16)
     batch["position_ids"] = batch["position_ids"].to(torch.int32)
-    loader = torch.utils.data.DataLoader([batch], batch_size=None, pin_memory=device == "cuda", collate_fn=lambda batch: shard_batch(batch, dist.get_rank(), dist.get_world_size()))
-    for part in loader:
+
+    def shard(batch):
+        return shard_batch(batch, dist.get_rank(), dist.get_world_size())
+
+    for part in torch.utils.data.DataLoader([batch], batch_size=None, pin_memory=device == "cuda", collate_fn=shard):
         assert device == "cpu" or part[ROW_KEY].position_ids.is_pinned(), "the row is not pinned"
         # As FSDP's root does, which knows no object of ours.
         moved = {key: value.to(device) if torch.is_tensor(value) else value for key, value in part.items()}

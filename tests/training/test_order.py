@@ -1,4 +1,4 @@
-"""NCCL hangs where two ranks call collectives in another order, on one communicator or across several; gloo often does not.
+"""NCCL hangs where two ranks call collectives in another order, on one communicator or across several; gloo often not.
 What each rank calls in a training step is recorded here and compared: names, groups, sizes.
 """
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .trajectory import rows, train
 
 class Recorded(TorchDispatchMode):
-    """`calls`: (name, ranks of the group, its communicator, numbers of its tensors, split sizes) of every collective, in order."""
+    """`calls`: (name, ranks of the group, communicator, numbers of tensors, split sizes) of every collective, in order."""
 
     def __init__(self):
         super().__init__()

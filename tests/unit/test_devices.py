@@ -20,11 +20,11 @@ from ..models import batch_of, build, packed_positions
 LENGTH = 33
 POSITIONS = packed_positions(11, 2, 20)
 ENDS = torch.tensor([0, 11, 13, LENGTH], dtype=torch.int32)
+BOUNDARIES = dict(cu_seq_lens_q=ENDS, cu_seq_lens_k=ENDS, max_length_q=20, max_length_k=20)
 
 
 def sharded_batch():
-    given = dict(cu_seq_lens_q=ENDS, cu_seq_lens_k=ENDS, max_length_q=20, max_length_k=20)
-    return shard_batch(batch_of(1, LENGTH, position_ids=POSITIONS, **given), rank=0, size=2)
+    return shard_batch(batch_of(1, LENGTH, position_ids=POSITIONS, **BOUNDARIES), rank=0, size=2)
 
 
 def tensors_of(row):
@@ -69,7 +69,7 @@ def test_attention_gets_everything_on_the_models_device(explicit):
     model = build(attn="looks_at_devices", dtype=torch.float32).to("meta")
     with fake_world(2), hf_ulysses.attach(model, trial=False) as sp:
         sp.peers.judge = sp.compare_rows = lambda *_: None
-        batch = batch_of(1, LENGTH, position_ids=POSITIONS, cu_seq_lens_q=ENDS, cu_seq_lens_k=ENDS, max_length_q=20, max_length_k=20)
+        batch = batch_of(1, LENGTH, position_ids=POSITIONS, **BOUNDARIES)
         if explicit:
             batch = sp.shard(batch)
         _, (moved,) = _to_kwargs((), batch, torch.device("meta"), False)
