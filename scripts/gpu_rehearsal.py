@@ -1,4 +1,5 @@
-"""One rank of a large world, alone on one GPU: how long a training step takes and how much memory it needs.
+"""The first thing to run on a GPU: pass or fail of everything that it does in another way than a CPU (gpu_checks.py), then
+one rank of a large world, alone on one GPU: how long a training step takes and how much memory it needs.
 
     python scripts/gpu_rehearsal.py                  ends within 7 minutes, whatever the GPU
     python scripts/gpu_rehearsal.py --models qwen3-4b --lengths 65536 131072 --sp 8
@@ -12,7 +13,10 @@
 3. Row lengths double until memory or time runs out. Each length: one warm-up step, then the median of timed steps; a step
    is forward, backward (with gradient checkpointing) and AdamW. The result is written after every length.
 
-Attention: flash_attention_2 where flash_attn is installed, else sdpa. Results: outputs/gpu_rehearsal/result.json.
+4. The memory of each model's longest row is compared with what the planner says.
+
+Attention: flash_attention_2 where flash_attn is installed, else sdpa. Results: outputs/gpu_rehearsal/result.json. Ends with
+an error if anything fails; what could not be run is said.
 
 Not covered: the time of the wire, of waiting for slower ranks and of loading data; gradient clipping. The loss is
 computed from whole logits, as models do by default, which is what runs out of memory first.
@@ -21,11 +25,11 @@ computed from whole logits, as models do by default, which is what runs out of m
 import argparse
 import gc
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import time
-import warnings
 from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
@@ -33,6 +37,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+import gpu_checks
 import hf_ulysses
 from hf_ulysses.core import all_to_all
 from hf_ulysses.core.heads import share_heads
@@ -158,16 +163,31 @@ def exchange_alone(sizes, length, device, clock, repeats=5):
     return statistics.median(clock.milliseconds(once) for _ in range(repeats))
 
 
-def host_waits(function):
-    """How often the host waits for the GPU, as torch itself sees it. A check: at most 3 (docs/first_gpu.md)."""
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            function()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(warning.message) for warning in seen)
+def planned(sizes, length, sp, attention):
+    """GiB that a GPU allocates in such a step, says the planner. It wants a process of its own."""
+    from transformers import CONFIG_MAPPING
+
+    from hf_ulysses.planner.plan import Planner, Setup
+    from hf_ulysses.planner.step import Step
+
+    sizes = dict(sizes)
+    config = CONFIG_MAPPING[sizes.pop("model_type")](**sizes)
+    step = Step(length=length, sp_size=sp, dtype="float32", attention=attention)
+    plan = Planner(config).plan(Setup(num_gpus=sp, step=step, engine="fsdp2"))
+    return plan.peak_memory_gib - plan.breakdown["allowance"]
+
+
+def against_the_plan(entry, sizes, sp, attention):
+    """Of the longest row: "pass: ..." where less than planned is allocated, and not much less."""
+    last = entry["lengths"][-1]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        plan = pool.apply(planned, (sizes, last["length"], sp, attention))
+    entry["planned_gib"] = round(plan, 2)
+    if "peak_allocated_gib" not in last:
+        return f"not run: no GPU; the plan for {last['length']} tokens is {plan:.2f} GiB"
+    share = last["peak_allocated_gib"] / plan
+    verdict = "pass" if 0.8 <= share <= 1.05 else "FAIL"
+    return f"{verdict}: {last['length']} tokens need {last['peak_allocated_gib']} GiB, {share:.0%} of the plan"
 
 
 def measure(model, optimizer, sp, sizes, length, device, repeats):
@@ -182,7 +202,7 @@ def measure(model, optimizer, sp, sizes, length, device, repeats):
     assert sp.exchanges - before == 2 * sizes["num_hidden_layers"], "attention did not go through the exchange"
     times = [clock.milliseconds(lambda: train_step(model, optimizer, batch)) for _ in range(repeats)]
     median = statistics.median(times)
-    memory = {"host_waits_per_step": host_waits(lambda: train_step(model, optimizer, batch))} if device == "cuda" else {}
+    memory = {}
     if device == "cuda":
         memory["peak_allocated_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
         memory["peak_reserved_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 2)
@@ -232,6 +252,7 @@ def rehearse(name, sizes, lengths, attention, device, deadline, repeats, record)
             record(entry)
     record(entry)
     print(f"{name}: {entry['stopped']}", flush=True)
+    return entry
 
 
 def attention_at_hand(device):
@@ -252,7 +273,7 @@ def main():
     parser.add_argument("--sp", type=int, default=8, help="ranks of the fake world, all one sp group (default: 8)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2**n for n in range(13, 21)], help="tokens per row")
     parser.add_argument("--attention", help="attention implementation (default: flash_attention_2 if there, else sdpa)")
-    parser.add_argument("--seconds", type=float, default=390, help="start nothing that would end later (default: 390)")
+    parser.add_argument("--seconds", type=float, default=360, help="start nothing that would end later (default: 360)")
     parser.add_argument("--repeats", type=int, default=2, help="timed steps per length (default: 2)")
     parser.add_argument("--output", type=Path, default=OUTPUT / "result.json")
     parser.add_argument("--self-test", action="store_true", help="tiny models on CPU; checks that everything runs")
@@ -277,6 +298,7 @@ def main():
         "sp_size": arguments.sp,
         "engine": "FSDP2 over all ranks, fp32 parameters and AdamW, bf16 compute, gradient checkpointing",
         "exchange": "local copy of the same size",
+        "verdicts": {},
         "models": [],
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -286,15 +308,27 @@ def main():
         document["seconds"] = round(time.monotonic() - started, 1)
         arguments.output.write_text(json.dumps(document, indent=1) + "\n")
 
+    # The checks take a minute; they get a third of the time at most.
+    late = float("inf") if arguments.self_test else started + arguments.seconds / 3
+    document["verdicts"] = gpu_checks.run(device, lambda: time.monotonic() > late)
+    free(device)
     for number, name in enumerate(arguments.models):
         # What is left is divided evenly among the models that are still to come.
         left = arguments.seconds - (time.monotonic() - started)
         deadline = time.monotonic() + left / (len(arguments.models) - number)
         sizes = {**MODELS[name], **(TINY if arguments.self_test else {})}
-        rehearse(name, sizes, lengths, attention, device, deadline, arguments.repeats, record)
+        entry = rehearse(name, sizes, lengths, attention, device, deadline, arguments.repeats, record)
         free(device)
+        if entry["lengths"]:
+            verdict = against_the_plan(entry, sizes, arguments.sp, attention)
+            document["verdicts"][f"8 memory of {name}"] = verdict
+            print(f"8 memory of {name}: {verdict}", flush=True)
+            record(entry)
     dist.destroy_process_group()
     print(f"{time.monotonic() - started:.0f} s. Written: {arguments.output}", flush=True)
+    failed = [name for name, verdict in document["verdicts"].items() if verdict.startswith("FAIL")]
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
     if arguments.self_test:
         incomplete = [entry for entry in document["models"] if len(entry["lengths"]) != len(lengths)]
         if incomplete:

@@ -19,7 +19,7 @@ class Collectives(TorchDispatchMode):
         self.names, self.sent = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.partition("::")[2]
             self.names.append(name)
             if name == "alltoall_base_":

@@ -11,6 +11,7 @@ import random
 import numpy
 import torch
 
+from ..core.control import Control
 from ..core.randomness import random_states, set_random_states
 
 
@@ -82,8 +83,8 @@ def among_replicas(trainer, method):
 
 def share_randomness(group) -> None:
     """Give all ranks of `group` the random states of its first one, which data pipelines draw from. Collective."""
-    states = [random.getstate(), numpy.random.get_state(), random_states()]
-    torch.distributed.broadcast_object_list(states, group=group, group_src=0)
+    mine = [random.getstate(), numpy.random.get_state(), random_states()]
+    states = Control(group, patience=None).from_first(mine)
     random.setstate(states[0])
     numpy.random.set_state(states[1])
     set_random_states(states[2])
@@ -106,20 +107,19 @@ def share_result(accelerator, function):
         end_together(error)
         group, written, device = sp_group(accelerator), io.BytesIO(), accelerator.device
         torch.save(result, written)
-        sent = [written.getvalue()]
-        torch.distributed.broadcast_object_list(sent, group=group, group_src=0)
+        sent = Control(group, patience=None).from_first(written.getvalue())
         share_randomness(group)
         # Written by a peer of this process: anything may be in it. "cpu:0" is no place for `load`.
         place = "cpu" if device.type == "cpu" else device
-        return torch.load(io.BytesIO(sent[0]), map_location=place, weights_only=False)
+        return torch.load(io.BytesIO(sent), map_location=place, weights_only=False)
 
     return shared
 
 
 def end_together(error) -> None:
     """Raise this rank's `error`, or say that another rank has one. Collective over all ranks."""
-    errors = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(errors, None if error is None else repr(error))
+    everyone = Control(torch.distributed.group.WORLD, patience=None)
+    errors = everyone.from_all(None if error is None else repr(error))
     if error is not None:
         raise error
     for rank, other in enumerate(errors):

@@ -40,7 +40,7 @@ from .masks import BUILDERS, for_full_row
 from .peers import Peers
 from .randomness import called_by
 from .rotary import depends_on_positions, feed_full_row
-from .sequence import ROW_KEY, current_row, forget_rows, hold, on_whole_row, release
+from .sequence import ROW_KEY, current_row, forget_rows, hold, in_no_graph, on_whole_row, release
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Attachment:
     Attributes:
         group (`torch.distributed.ProcessGroup`), size (`int`), rank (`int`): the sequence-parallel group.
         exchanges, scans (`int`): calls of attention functions, and of functions that mix positions otherwise, that went
-            through the exchange since attaching.
+            through the exchange since attaching; those that torch.compile has traced are not counted.
         gathered (`list[str]`): modules that run on the whole row (mixing/whole.py), known after the first forward.
         runs_whole (`bool`): whether all of the decoder does.
         attending (`bool`): whether an attention function runs just now, or has raised.
@@ -180,6 +180,13 @@ class Attachment:
         if engine is not self._model():
             self._handles += around(engine, self._begin_engine, self._end_engine)
 
+    def _inside_fsdp(self, module):
+        """FSDP's own hook looks at all that a module returns, which must not count as reading it: ours comes behind it."""
+        # By name: its import takes seconds, which who has such a module has paid.
+        if not self._is_engine and any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__):
+            self._handles.append(module.register_forward_hook(self._end_engine, with_kwargs=True, always_call=True))
+            self._is_engine = True
+
     def owns(self, module) -> bool:
         return attachment_of(module) is self
 
@@ -239,8 +246,10 @@ class Attachment:
                     "whole model."
                 )
             return None
+        self._inside_fsdp(module)
+        device = next((value.device for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
         if not self._plain:
-            self.locate(next((value.device for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None))
+            self.locate(device)
         if self.is_plain:
             if kwargs.get(ROW_KEY) is not None:
                 raise ValueError(
@@ -250,16 +259,15 @@ class Attachment:
             return None
         # What an interrupted forward left behind; an engine calls its model once.
         self._in_engine &= self.forward is None or self._trying
-        if not self._is_engine and any("torch.distributed" in hook.__module__ for hook in module._forward_hooks.values()):
-            # FSDP2 looks through what its root returns, by a hook behind ours: what opens outputs goes behind that.
-            self._handles.append(module.register_forward_hook(self._end_engine, with_kwargs=True, always_call=True))
-            self._is_engine = True
         self._in_engine |= self._is_engine
         self.entrance.reset()
         forget_rows()
-        self.peers.judge_last()
+        in_no_graph(self.peers.judge_last)
         kwargs = dict(kwargs)
         self.forward = Forward(given=kwargs.pop(ROW_KEY, None))
+        if self.forward.given is not None and device not in (None, self.forward.given.position_ids.device):
+            # FSDP's root moves tensors, and no object of ours.
+            self.forward.given = self.forward.given.to(device)
         self.forward.tokens = [kwargs[name] for name in ("input_ids", "labels") if torch.is_tensor(kwargs.get(name))]
         if self.forward.given is not None:
             self.forward.outer = hold(self.forward.given)  # For masks that are built in front of the decoder.

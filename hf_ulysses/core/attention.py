@@ -82,7 +82,9 @@ def _attend(core, attachment, row, module, query_BHsD, key_BGsD, value_BGsE, att
     num_heads, num_kv_heads = query_BHsD.shape[1], key_BGsD.shape[1]
     _check(attachment, row, module, query_BHsD, key_BGsD, value_BGsE, kwargs)
     query_BHsD, key_BGsD, value_BGsE = _one_dtype(query_BHsD, key_BGsD, value_BGsE)
-    attachment.exchanges += 1
+    if not torch.compiler.is_compiling():
+        # Counted by what is compiled, each step would be compiled anew.
+        attachment.exchanges += 1
 
     def attend_with(chunk, query_BHsD, key_BGsD, value_BGsE):
         """Exchange, attend and exchange back the heads of `chunk`, which the three tensors hold."""
@@ -177,7 +179,8 @@ def _own_heads(tensor, share, num_heads, dim):
 def _full_row_mask(mask, row, module, share, num_heads):
     if not torch.is_tensor(mask):
         return mask
-    if mask.untyped_storage().nbytes() == 1:
+    # What torch.compile traces has no storage to look at.
+    if not torch.compiler.is_compiling() and mask.untyped_storage().nbytes() == 1:
         raise ValueError(
             f"{type(module).__name__} got the stand-in for a mask of documents after something had stripped its type. "
             "Please report the model; attn_implementation='eager' does without stand-ins."

@@ -22,10 +22,10 @@ def own_group(group):
 
 
 @functools.cache
-def _over_gloo(group):
+def _over_gloo(group, patience):
     ranks = dist.get_process_group_ranks(group)
     try:
-        return dist.new_group(ranks, backend="gloo", timeout=PATIENCE, use_local_synchronization=True)
+        return dist.new_group(ranks, backend="gloo", timeout=patience, use_local_synchronization=True)
     except RuntimeError as error:
         warnings.warn(f"Control messages go over the device's group, for gloo could not start: {error}", stacklevel=2)
         return group
@@ -36,10 +36,12 @@ class Control:
 
     Args:
         group (`torch.distributed.ProcessGroup`): whose ranks talk. Collective over them the first time.
+        patience (`datetime.timedelta`, *optional*): how long to wait for a rank; `None`: as long as torch does by default,
+            for ranks that come from somebody else's code.
     """
 
-    def __init__(self, group):
-        self._group = _over_gloo(group)
+    def __init__(self, group, patience=PATIENCE):
+        self._group = _over_gloo(group, patience)
         on_device = dist.get_backend(self._group) == "nccl"
         self._device = torch.get_device_module().current_device() if on_device else "cpu"
 
@@ -54,6 +56,12 @@ class Control:
         answers = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(answers, what, group=self._group)
         return answers
+
+    def from_first(self, what):
+        """What the group's first rank has to say. Collective."""
+        answer = [what]
+        dist.broadcast_object_list(answer, group=self._group, group_src=0)
+        return answer[0]
 
     def agree_to_read(self, what: str) -> None:
         """Whether all ranks read `what`, before they gather it. Collective; costs a message between hosts.

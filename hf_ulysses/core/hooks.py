@@ -7,8 +7,7 @@ there before lie inside: they are part of what the module computes.
 
 import weakref
 
-# Module -> its pairs, and the handles of the two hooks that run them.
-_skins: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+_skins: "weakref.WeakKeyDictionary[torch.nn.Module, _Skins]" = weakref.WeakKeyDictionary()
 
 
 def around(module, enter, leave) -> list:
@@ -22,23 +21,40 @@ def around(module, enter, leave) -> list:
         `list` with one handle, whose `remove()` undoes it.
     """
     if module not in _skins:
-        pairs = []
-        _skins[module] = pairs, _hook(module, pairs)
-    _skins[module][0].append(pair := (enter, leave))
+        _skins[module] = skins = _Skins()
+        skins.handles = skins.put_around(module)
+    _skins[module].pairs.append(pair := (enter, leave))
     return [_Handle(module, pair)]
 
 
-def _hook(module, pairs):
-    def enter_all(module, args, kwargs):
-        for enter, _ in list(pairs):
+class _Skins:
+    """The pairs around one module. A deepcopy of the module shares them; one that is saved and loaded has none."""
+
+    def __init__(self):
+        self.pairs, self.handles = [], []
+
+    def put_around(self, module) -> list:
+        return [
+            module.register_forward_pre_hook(self.enter, with_kwargs=True),
+            module.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
+        ]
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        return _Skins, ()
+
+    def enter(self, module, args, kwargs):
+        for enter, _ in list(self.pairs):
             changed = enter(module, args, kwargs)
             if changed is not None:
                 args, kwargs = changed
         return args, kwargs
 
-    def leave_all(module, args, kwargs, output):
+    def leave(self, module, args, kwargs, output):
         error = None
-        for _, leave in reversed(pairs):
+        for _, leave in reversed(self.pairs):
             # One that raises keeps none of the others from giving back what they hold.
             try:
                 changed = leave(module, args, kwargs, output)
@@ -50,11 +66,6 @@ def _hook(module, pairs):
             raise error
         return output
 
-    return [
-        module.register_forward_pre_hook(enter_all, with_kwargs=True),
-        module.register_forward_hook(leave_all, with_kwargs=True, always_call=True),
-    ]
-
 
 class _Handle:
     def __init__(self, module, pair):
@@ -64,10 +75,10 @@ class _Handle:
         module = self._module()
         if module is None or module not in _skins:
             return
-        pairs, handles = _skins[module]
-        if self._pair in pairs:
-            pairs.remove(self._pair)
-        if not pairs:
-            for handle in handles:
+        skins = _skins[module]
+        if self._pair in skins.pairs:
+            skins.pairs.remove(self._pair)
+        if not skins.pairs:
+            for handle in skins.handles:
                 handle.remove()
             del _skins[module]

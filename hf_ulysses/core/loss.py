@@ -15,6 +15,8 @@ hand back, so that L may be weighted, averaged or counted several times by whoev
 import torch
 import torch.distributed as dist
 
+from .sequence import in_no_graph
+
 IGNORE_INDEX = -100
 
 
@@ -62,7 +64,7 @@ def row_loss(loss, forward, attachment):
     # Who has whole rows is a replica of its peers and hands back what they do; who has shards may weight them.
     alike = forward.given is None
     value, sums = _RowLoss.apply(loss, forward.count.to(loss.device), forward.counted, payload, attachment.group, alike)
-    attachment.peers.judge(forward.row, sums)
+    in_no_graph(attachment.peers.judge, forward.row, sums)
     value.is_of_the_row = True  # `reduce_loss` has nothing left to do.
     return value
 

@@ -8,6 +8,8 @@ The first batch is judged at once, every later one when the next begins: by then
 import torch
 import torch.distributed as dist
 
+from .control import Control
+
 _MESSAGE = (
     "The ranks of a sequence-parallel group read different rows{when}; (batch, length, checksum of tokens and labels) per rank: "
     "{rows}. All of them must read the same batch: split the data over data-parallel ranks only, seed shuffling and random "
@@ -44,8 +46,7 @@ class Peers:
             arrived.synchronize()
         total, squares = sums.tolist()
         if self._size * squares != total * total:
-            rows = [None] * self._size
-            dist.all_gather_object(rows, (*shape, int(checksum)), group=self._group)
+            rows = Control(self._group).from_all((*shape, int(checksum)))
             raise ValueError(_MESSAGE.format(when=when, rows=rows))
 
 

@@ -9,6 +9,7 @@ import inspect
 
 import torch
 
+from .hooks import around
 from .sequence import current_row
 
 _DEPENDENT = ("dynamic", "longrope")
@@ -22,7 +23,7 @@ def depends_on_positions(module) -> bool:
 
 
 def feed_full_row(module, rank: int, size: int):
-    """Register the two hooks on a rotary module. Returns their handles."""
+    """Set the two hooks around a rotary module. Returns their handles."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def widen(module, args, kwargs):
@@ -37,14 +38,11 @@ def feed_full_row(module, rank: int, size: int):
 
     def cut(module, args, kwargs, output):
         row = current_row()
-        if row is None:
+        if row is None or output is None:
             return None
         part = row.padded // size
         if torch.is_tensor(output):  # Complex numbers, instead of cos and sin.
             return output.narrow(-2, rank * part, part)
         return tuple(table.narrow(-2, rank * part, part) for table in output)
 
-    return [
-        module.register_forward_pre_hook(widen, with_kwargs=True),
-        module.register_forward_hook(cut, with_kwargs=True),
-    ]
+    return around(module, widen, cut)

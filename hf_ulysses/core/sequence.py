@@ -9,8 +9,8 @@ document boundaries are known everywhere without communication. They ride in the
                                                                          keyword arguments of ours)
 """
 
+import copy
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 
@@ -89,7 +89,8 @@ class Row:
     def facts(self):
         """What the rows are made of (`packed.Facts`), found when first asked for."""
         if self._facts is None:
-            self._facts = documents.facts_of(self)
+            plain = self.attention_mask is None and not self.positions_given
+            self._facts = documents.Facts() if plain else in_no_graph(documents.facts_of, self)
         return self._facts
 
     def flash_arguments(self) -> dict:
@@ -107,30 +108,37 @@ class Row:
 
     def to(self, *args, **kwargs):
         """A copy with its tensors moved, as `torch.Tensor.to`; loops that move every value of a batch need it."""
+        # Positions and masks keep their dtype, whatever a loop casts its batch to.
+        return self._moved(lambda tensor: tensor.to(*args, **kwargs).to(tensor.dtype))
 
-        def move(value):
-            # Positions and masks keep their dtype, whatever a loop casts its batch to.
-            return value.to(*args, **kwargs).to(value.dtype) if torch.is_tensor(value) else value
+    def pin_memory(self):
+        """A copy in pinned memory; for loaders that pin what they hand over."""
+        return self._moved(torch.Tensor.pin_memory)
 
-        moved = Row(
-            self.length,
-            self.padded,
-            move(self.position_ids),
-            move(self.attention_mask),
-            {name: move(value) for name, value in self.boundaries.items()},
-            move(self.checksum),
-            self.positions_given,
-        )
-        moved.shift_labels, moved._facts = move(self.shift_labels), self._facts
+    def _moved(self, move):
+        moved = copy.copy(self)
+        for name in ("position_ids", "attention_mask", "checksum", "shift_labels"):
+            value = getattr(self, name)
+            setattr(moved, name, value if value is None else move(value))
+        moved.boundaries = {name: move(value) if torch.is_tensor(value) else value for name, value in self.boundaries.items()}
+        moved._flash = None
         return moved
 
     def __repr__(self):
         return f"Row(length={self.length}, padded={self.padded})"
 
 
-# A `Row`, or `_WHOLE` in a module that was given the whole row inside of a sharded forward.
+# Stands for the row in a module that was given the whole of it inside of a sharded forward.
 _WHOLE = object()
-_current: ContextVar[Row | object | None] = ContextVar("ulysses_row", default=None)
+# A `Row`, `_WHOLE`, or `None`. Not a `ContextVar`: each look at one would end a graph of torch.compile.
+_current: "Row | object | None" = None
+
+
+def in_no_graph(function, *arguments):
+    """`function(*arguments)`, the host's work, which torch.compile shall not trace."""
+    if torch.compiler.is_compiling():
+        function = torch.compiler.disable(function)
+    return function(*arguments)
 
 
 def current_row() -> Row | None:
@@ -138,13 +146,12 @@ def current_row() -> Row | None:
 
     In what backward runs again, only by recomputation.py and by the row in a layer's keyword arguments.
     """
-    row = _current.get()
-    return None if row is _WHOLE else row
+    return None if _current is _WHOLE else _current
 
 
 def on_whole_row() -> bool:
     """Whether a sharded forward is running a module on the whole row just now (whole.py)."""
-    return _current.get() is _WHOLE
+    return _current is _WHOLE
 
 
 @contextmanager
@@ -162,13 +169,17 @@ def hold(row: Row | None):
 
     No row, inside of a sharded forward: what runs until then has been given the whole row.
     """
-    return _current.set(_WHOLE if row is None and _current.get() is not None else row)
+    global _current
+    token = (_current,)
+    _current = _WHOLE if row is None and _current is not None else row
+    return token
 
 
 def release(token) -> None:
-    _current.reset(token)
+    global _current
+    (_current,) = token
 
 
 def forget_rows() -> None:
     """No row is current: a forward begins, whatever an interrupted one may have left."""
-    _current.set(None)
+    release((None,))

@@ -4,14 +4,19 @@ The extension asserts what kernels assert of their arguments (tests/kernels), so
 alignment, boundaries and head counts. Eager attention in one process is the reference; test_flash.py looks at arguments.
 """
 
+import os
+
 import pytest
 import torch
 
 import hf_ulysses
 
+from ..kernels import without_gpu
 from ..kernels.flash import HUB, KEYS, flash
 from ..models import batch_of, build, checkpoint, packed_positions, padded
 from .steps import FLOAT32, TOLERANCE, assert_same, on_whole_rows, residual, sharded, whole_step
+
+pytestmark = without_gpu
 
 KEY = "flash_attention_2"
 LENGTH = 33
@@ -54,7 +59,17 @@ MODELS = {
     "MLA": dict(family="deepseek_v3"),
 }
 FEW = ("llama", "uneven heads", "window and softcap")
-SIZES = [*[(model, 4) for model in MODELS], *[(model, 2) for model in FEW]]
+ALL = bool(os.environ.get("HF_ULYSSES_TEST_ALL"))
+# Every model over one number of ranks, those of which there are few over both.
+SIZES = [(model, size) for model in MODELS for size in (2, 4) if ALL or model in FEW or size == 4]
+# (model, side, ranks): every pair.
+PADDED = [
+    (model, side, size)
+    for i, model in enumerate(FEW)
+    for side in ("left", "right")
+    for size in (2, 4)
+    if ALL or (i + (side == "left") + size // 2) % 2
+]
 
 
 @pytest.mark.parametrize("model,size", SIZES)
@@ -67,9 +82,7 @@ def test_packed_rows(ranks, model, size):
     compare(ranks, size, batch_of(1, LENGTH, position_ids=POSITIONS), VARLEN, **MODELS[model])
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("model", FEW)
+@pytest.mark.parametrize("model,side,size", PADDED)
 def test_padded_rows(ranks, model, side, size):
     batch = padded(batch_of(2, LENGTH), real=[20, LENGTH], side=side)
     # A query without keys gives zero here and an average in eager attention: the last token of padding on the left.
@@ -78,8 +91,7 @@ def test_padded_rows(ranks, model, side, size):
     compare(ranks, size, batch, VARLEN, tolerance=FLOAT32, dtype=torch.float32, **MODELS[model])
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("packed,size", [(False, 2), (True, 4)], ids=["plain", "packed"])
 def test_checkpointing(ranks, packed, size):
     batch = batch_of(1, LENGTH, **({"position_ids": POSITIONS} if packed else {}))
     forward, backward = (VARLEN if packed else PLAIN)[::2]

@@ -247,7 +247,10 @@ def compiled(batch):
     model = build()
     with hf_ulysses.attach(model) as sp:
         # Graphs and their breaks are the subject; generating code for them would only take time.
-        step = sharded(torch.compile(model, backend="eager"), batch, sp)
+        with Collectives() as wire:
+            step = sharded(torch.compile(model, backend="eager"), batch, sp)
+        # Exchanges that torch.compile has traced are not counted by the attachment, and have another name on the wire.
+        assert wire.counts["all_to_all_single"] + wire.counts["alltoall_base_"] >= 8, wire.counts
     step.gradients = {name.removeprefix("_orig_mod."): gradient for name, gradient in step.gradients.items()}
     return step
 
@@ -255,4 +258,4 @@ def compiled(batch):
 def test_torch_compile(ranks):
     """Over documents, whose mask is not an ordinary tensor."""
     reference = ranks(1).run(whole_step, PACKED)[0]
-    assert_same(ranks(2).run(compiled, PACKED), reference, exchanges=2)
+    assert_same(ranks(2).run(compiled, PACKED), reference)

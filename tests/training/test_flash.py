@@ -2,10 +2,13 @@
 
 import pytest
 
+from ..kernels import without_gpu
 from ..kernels.flash import flash
 from .test_packing import documents, flattened, padded
 from .test_trajectories import assert_engine, assert_same
 from .trajectory import tiny_llama, train
+
+pytestmark = without_gpu
 
 KEY = "flash_attention_2"
 UNEVEN = dict(num_attention_heads=6, num_key_value_heads=3, head_dim=16, hidden_size=96)

@@ -37,7 +37,7 @@ def test_bf16(ranks, engine, kind):
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
 def test_torch_compile(ranks, engine):
-    """Graph breaks at the exchange are allowed; what is computed is the same."""
+    """What is computed is the same; its graphs are counted in tests/unit/test_compile.py."""
     settings = dict(steps=4, torch_compile=True, torch_compile_backend="aot_eager")
     expected = ranks(1).run(train, steps=4)[0]
-    assert_same(ranks(2).run(train, engine=engine, sp=2, **settings), expected)
+    assert_same(ranks(2).run(train, engine=engine, sp=2, **settings), expected, counted=False)

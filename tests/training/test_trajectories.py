@@ -30,7 +30,7 @@ def assert_engine(result, engine):
     assert result["engine"].endswith(kind), result["engine"]
 
 
-def assert_same(results, expected, norms=True):
+def assert_same(results, expected, norms=True, counted=True):
     for result in results:
         assert result["loss"] == pytest.approx(expected["loss"], rel=RELATIVE)
         if norms:
@@ -38,7 +38,8 @@ def assert_same(results, expected, norms=True):
         assert (result["parameters"] - expected["parameters"]).abs().max() < PARAMETERS
         assert torch.equal(result["parameters"], results[0]["parameters"]), "parameters differ between ranks"
         assert result["state"] == expected["state"]
-        assert result["exchanges"] > 0
+        # What torch.compile has traced is not.
+        assert result["exchanges"] > 0 or not counted
 
 
 # (engine, sp, dp, accumulation, kind): every value of each, and every pair of engine with mesh and accumulation that
