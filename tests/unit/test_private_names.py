@@ -38,7 +38,6 @@ def parameters(function):
 # one that the package no longer uses leaves the list.
 NAMES = {
     # torch
-    "_forward_hooks": lambda: list(hooked().values()) == [print],
     "_modules": lambda: "layers" in llama().model._modules,
     "_buffers": lambda: "inv_freq" in llama().model.rotary_emb._buffers,
     "_orig_mod": lambda: "_orig_mod" in dict(torch.compile(torch.nn.Linear(2, 2)).named_children()),
@@ -74,12 +73,6 @@ GETTERS = ("group", "rank", "world_size")
 def generating():
     trl = pytest.importorskip("trl")
     return trl.GRPOTrainer, trl.RLOOTrainer
-
-
-def hooked():
-    module = torch.nn.Linear(2, 2)
-    module.register_forward_hook(print)
-    return module._forward_hooks
 
 
 def online_dpo():
