@@ -15,6 +15,7 @@ position-dependent rotary embeddings; and, in the modelling files of the decoder
 names through which they find attention functions and mask builders. A deepcopy of the model is not attached.
 """
 
+import copy
 import inspect
 import logging
 import sys
@@ -254,7 +255,8 @@ class Attachment:
         forget_rows()
         self.peers.judge_last()
         kwargs = dict(kwargs)
-        self.forward = Forward(given=kwargs.pop(ROW_KEY, None))
+        # A copy: what mask builders note in it is of this model's forward.
+        self.forward = Forward(given=copy.copy(kwargs.pop(ROW_KEY, None)))
         self.forward.tokens = [kwargs[name] for name in ("input_ids", "labels") if torch.is_tensor(kwargs.get(name))]
         if self.forward.given is not None:
             self.forward.outer = hold(self.forward.given)  # For masks that are built in front of the decoder.

@@ -9,12 +9,13 @@ document boundaries are known everywhere without communication. They ride in the
                                                                          keyword arguments of ours)
 """
 
+import copy
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
 
-from . import packed as documents
+from . import packed
 
 ROW_KEY = "ulysses_row"
 
@@ -35,28 +36,21 @@ class Row:
         group (`torch.distributed.ProcessGroup`), share (`float`): set when a forward begins: whose ranks share the row, and
             what part of an auxiliary loss of the whole row is a rank's (balance.py).
         positions_given (`bool`): whether the user gave `position_ids`; else they were counted, as most models count.
+        documents (`list`), build_mask (`Callable`): set by a mask builder where attention without a mask runs document by
+            document (packed.py): those of every batch row, and what makes the whole mask after all.
     """
 
     __slots__ = (
-        "length",
-        "padded",
-        "position_ids",
-        "attention_mask",
-        "boundaries",
-        "checksum",
-        "positions_given",
-        "group",
-        "share",
-        "shift_labels",
-        "_flash",
-        "_facts",
+        *("length", "padded", "position_ids", "attention_mask", "boundaries", "checksum", "positions_given"),
+        *("group", "share", "shift_labels", "documents", "build_mask", "_bundles", "_flash", "_facts"),
     )
 
     def __init__(self, length, padded, position_ids, attention_mask, boundaries, checksum, positions_given=True):
         self.length, self.padded = length, padded
         self.position_ids, self.attention_mask, self.boundaries = position_ids, attention_mask, boundaries
         self.checksum, self.positions_given = checksum, positions_given
-        self.group, self.share, self.shift_labels, self._flash, self._facts = None, 1.0, None, None, None
+        self.group, self.share, self.shift_labels = None, 1.0, None
+        self.documents = self.build_mask = self._bundles = self._flash = self._facts = None
 
     @property
     def padding(self) -> int:
@@ -89,7 +83,7 @@ class Row:
     def facts(self):
         """What the rows are made of (`packed.Facts`), found when first asked for."""
         if self._facts is None:
-            self._facts = documents.facts_of(self)
+            self._facts = packed.facts_of(self)
         return self._facts
 
     def flash_arguments(self) -> dict:
@@ -102,8 +96,15 @@ class Row:
             if not facts.hides and facts.in_one:
                 self._flash = {"position_ids": None}
             elif not facts.hides and facts.documents is not None and len(facts.documents) == 1:
-                self._flash = documents.boundaries(facts.documents[0], self.position_ids.device)
+                self._flash = packed.boundaries(facts.documents[0], self.position_ids.device)
         return self._flash
+
+    @property
+    def bundles(self):
+        """`documents` as attention runs them; made once."""
+        if self._bundles is None:
+            self._bundles = packed.bundled(self.documents, self.padded, self.position_ids.device)
+        return self._bundles
 
     def to(self, *args, **kwargs):
         """A copy with its tensors moved, as `torch.Tensor.to`; loops that move every value of a batch need it."""
@@ -112,16 +113,11 @@ class Row:
             # Positions and masks keep their dtype, whatever a loop casts its batch to.
             return value.to(*args, **kwargs).to(value.dtype) if torch.is_tensor(value) else value
 
-        moved = Row(
-            self.length,
-            self.padded,
-            move(self.position_ids),
-            move(self.attention_mask),
-            {name: move(value) for name, value in self.boundaries.items()},
-            move(self.checksum),
-            self.positions_given,
-        )
-        moved.shift_labels, moved._facts = move(self.shift_labels), self._facts
+        moved = copy.copy(self)
+        for name in ("position_ids", "attention_mask", "checksum", "shift_labels"):
+            setattr(moved, name, move(getattr(self, name)))
+        moved.boundaries = {name: move(value) for name, value in self.boundaries.items()}
+        moved._flash = moved._bundles = None
         return moved
 
     def __repr__(self):
@@ -152,7 +148,7 @@ def holding(row: Row | None):
     """Make `row` the current row inside the `with` block."""
     token = hold(row)
     try:
-        yield
+        yield row
     finally:
         release(token)
 
