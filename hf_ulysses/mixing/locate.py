@@ -144,7 +144,8 @@ class _Trial:
             if not all(explainable):
                 raise whole.error or _PeerFailed(f"{_PEER}: {why}")
             if optional and all(failed):
-                return None  # The model does not do this without sequence parallelism either.
+                logger.info("%s does not do %s without sequence parallelism either: %s", type(self.model).__name__, [*batch], why)
+                return None
             raise ValueError(
                 f"{type(self.model).__name__} does not run on the short row that is tried before the first step: {why}. "
                 "SequenceParallelConfig(trial=False) does without, if it mixes positions by attention and scans alone."
@@ -167,6 +168,7 @@ class _Trial:
         self.forwards += 1
         if time.monotonic() - self.started > 2 and torch.distributed.get_rank() == 0:
             print(f"hf_ulysses: trying a short row before the first step, forward {self.forwards}", file=sys.stderr)
+        self.attachment.forward = None  # That of the forward before.
         # With a cache, a model does not tell documents apart.
         caches = "use_cache" in self.attachment.entrance.names and takes(self.model, "use_cache")
         with self.attachment.plain() if run.reference is None else nullcontext():
