@@ -426,4 +426,4 @@ def _replacements(source):
 
 def _release_names(held):
     while held:
-        _names.release(held.pop())
+        held.pop().remove()

@@ -19,6 +19,7 @@ import weakref
 
 import torch
 
+from ..adapters.patching import Names
 from ..core.all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_all
 from ..core.gather import gather_sequence
 from ..core.heads import share_heads
@@ -30,49 +31,40 @@ from .specs import spec_of
 _OURS = (ROW_KEY, "shift_labels")
 _BOUNDARIES = ("seq_idx", "cu_seqlens")
 _attachments: "weakref.WeakSet" = weakref.WeakSet()
+_names = Names()
 
 
 def attach(modules, attachment) -> list:
     """Stand in front of every function with a spec that `modules` call.
 
     Args:
-        modules (`list[torch.nn.Module]`): what lies inside of the decoder.
+        modules (`list[torch.nn.Module]`): what lies inside of the decoder, itself first.
         attachment (`Attachment`): whose `group`, `rank` and `size` share the rows, and whose `scans` counts calls.
 
     Returns:
         `list` of handles, each with `remove()`.
     """
     _attachments.add(attachment)
-    places = {}
+    found = {(owner, name): spec for module in modules for owner, name, spec in _functions(module)}
+    handles = [_names.hold(owner, name, functools.partial(_wrapper, spec)) for (owner, name), spec in found.items()]
+    for handle in handles:
+        # Names in modelling files are given back when a model is dropped.
+        weakref.finalize(modules[0], handle.remove).atexit = False
     for module in modules:
-        for owner, name, spec in _functions(module):
-            places[id(owner), name] = owner, name, spec
-    handles = [_Held(*place) for place in places.values()]
-    for module in modules:
-        if (before_after := _shifting(module)) is not None:
-            handles += _around(module, *before_after)
+        handles += _around(module)
         for spec in inline.INLINE:
             if spec.fits(module):
                 handles += inline.attach(module, spec, _sharded_call)
-    if modules:
-        for handle in handles:
-            # Names in modelling files are given back when a model is dropped.
-            weakref.finalize(modules[0], handle.remove).atexit = False
     return handles
 
 
 def _functions(module):
     """(owner, name, spec) of all functions with a spec that the code of `module` can reach."""
-    for cls in type(module).__mro__:
-        source = sys.modules.get(cls.__module__)
-        if source is None or cls.__module__.split(".")[0] in ("torch", "builtins"):
-            continue
-        for name, value in list(vars(source).items()):
-            if (spec := _spec(name, value)) is not None:
-                yield source, name, spec
-    for name, value in list(vars(module).items()):
-        if not name.startswith("_") and (spec := _spec(name, value)) is not None:
-            yield module, name, spec
+    sources = [sys.modules.get(cls.__module__) for cls in type(module).__mro__ if not cls.__module__.startswith("torch.")]
+    for owner in [*filter(None, sources), module]:
+        for name, value in list(vars(owner).items()):
+            if not name.startswith("__") and (spec := _spec(name, value)) is not None:
+                yield owner, name, spec
     for name, child in module.named_children():
         if (spec := _spec(name, child)) is not None:
             # Its forward, for it may be replaced by another kernel, but not by a function.
@@ -82,65 +74,31 @@ def _functions(module):
 def _spec(name, value):
     if not callable(value) or isinstance(value, type):
         return None
-    function = _undressed(value)
-    if isinstance(function, torch.nn.Module):
-        function = function.forward
-    known_as = {name, getattr(value, "__name__", name), type(value).__name__}
-    return spec_of(known_as, _parameters(function))
-
-
-def _undressed(value):
-    while getattr(value, "_ulysses_holders", 0):
-        value = value.__wrapped__
-    return value
+    return spec_of({name, getattr(value, "__name__", name), type(value).__name__}, _parameters(value))
 
 
 def _parameters(function):
     """Names of the parameters by which a function can be told; none for one that takes `*args`."""
+    while getattr(function, "_ulysses_scan", False):
+        function = function.__wrapped__
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     except (TypeError, ValueError):
         return ()
+    parameters = signature.parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return ()
     return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 
 
-class _Held:
-    """A handle of a wrapper in the place of a function: counted, taken away by the last one."""
-
-    def __init__(self, owner, name, spec):
-        self._owner, self._name, self._there = weakref.ref(owner), name, name in vars(owner)
-        current = vars(owner).get(name, getattr(owner, name))
-        if not getattr(current, "_ulysses_holders", 0):
-            current = _wrapper(current, spec)
-            current._ulysses_there = self._there
-            vars(owner)[name] = current
-        current._ulysses_holders += 1
-        self._wrapper = weakref.ref(current)
-
-    def remove(self):
-        owner, wrapper, self._wrapper = self._owner(), self._wrapper(), lambda: None
-        if owner is None or wrapper is None:
-            return
-        wrapper._ulysses_holders -= 1
-        if not wrapper._ulysses_holders and vars(owner).get(self._name) is wrapper:
-            if wrapper._ulysses_there:
-                vars(owner)[self._name] = wrapper.__wrapped__
-            else:
-                del vars(owner)[self._name]
-
-
-def _wrapper(function, spec):
+def _wrapper(spec, function):
     def scan(*args, **kwargs):
         call = _sharded_call()
-        if call is None:
-            return function(*args, **kwargs)
-        return call.run(function, spec, args, kwargs)
+        return function(*args, **kwargs) if call is None else call.run(function, spec, args, kwargs)
 
     # A module's attributes are not a function's.
     functools.update_wrapper(scan, function, updated=())
-    scan._ulysses_holders = 0
+    scan._ulysses_scan = True
     return scan
 
 
@@ -159,12 +117,12 @@ class _Call:
         self.length = row.padded if row.boundaries else row.length
 
     def run(self, function, spec, args, kwargs):
-        names = list(_parameters(_undressed(function))) or spec.positional()
-        names += [f"argument {i}" for i in range(len(names), len(args))]
-        given = dict(zip(names, args))
-        given.update((name, value) for name, value in kwargs.items() if name not in _OURS)
         if spec.way == "decline":
             return None
+        names = [*_parameters(function)] or spec.order
+        names = [*names, *(f"argument {i}" for i in range(len(names), len(args)))]
+        given = dict(zip(names, args))
+        given.update((name, value) for name, value in kwargs.items() if name not in _OURS)
         if self.row.boundaries and "cu_seqlens" in given:
             given["cu_seqlens"] = self.row.boundaries["cu_seq_lens_q"]
         places = self._places(function, spec, given)
@@ -189,8 +147,6 @@ class _Call:
             if not torch.is_tensor(tensor):
                 continue
             place = spec.places.get(spec.parameter(name))
-            if place is not None and place.dims not in (None, tensor.dim()):
-                place = None
             if place is None:
                 if tensor.is_floating_point() and (self.shard in tensor.shape or "initial" in name or "state" in name):
                     raise ValueError(
@@ -212,7 +168,7 @@ class _Call:
 
     def _with_halo(self, spec, given, places, call):
         """With boundaries of documents, which count from the row's start, it needs the row."""
-        name, weight = (next(n for n in given if spec.parameter(n) == known) for known in spec.positional()[:2])
+        name, weight = (next(n for n in given if spec.parameter(n) == known) for known in spec.order[:2])
         if any(torch.is_tensor(given.get(boundary)) for boundary in _BOUNDARIES):
             return self._on_the_row(spec, given, places, call)
         width, dim = given[weight].shape[-1] - 1, places[name].sequence
@@ -322,18 +278,17 @@ def _padded(tensor, dim, length, front=False):
 # -- modules without a function ---------------------------------------------------------------------------------------
 
 
-def _shifting(module):
-    """(dimension, width) of a module that gives each position something of the `width` positions before it."""
+def _around(module) -> list:
+    """Handles of hooks around a module that gives each position something of the `width` positions before it."""
     if isinstance(module, torch.nn.Conv1d) and module.stride == (1,) and module.padding_mode == "zeros":
         # It pads both ends and leaves cutting the second to its caller.
-        width = module.dilation[0] * (module.kernel_size[0] - 1)
-        return (-1, width) if width and module.padding == (width,) else None
-    if isinstance(module, torch.nn.ZeroPad2d) and tuple(module.padding) == (0, 0, 1, -1):
-        return (-2, 1)
-    return None
+        dim, width = -1, module.dilation[0] * (module.kernel_size[0] - 1)
+        width = width if module.padding == (width,) else 0
+    else:
+        dim, width = -2, int(isinstance(module, torch.nn.ZeroPad2d) and tuple(module.padding) == (0, 0, 1, -1))
+    if not width:
+        return []
 
-
-def _around(module, dim, width):
     def before(module, args):
         call = _sharded_call()
         return None if call is None else (call.before(args[0], width, dim % args[0].dim()), *args[1:])
