@@ -63,6 +63,7 @@ class Attachment:
             through the exchange since attaching.
         gathered (`list[str]`): modules that run on the whole row (mixing/whole.py), known after the first forward.
         runs_whole (`bool`): whether all of the decoder does.
+        counts_by_mask (`bool`): whether the decoder counts positions that it is not given where the 2-D mask is one.
         attending (`bool`): whether an attention function runs just now, or has raised.
         splits_loss (`bool`): whether the head scores shards, or is given whole rows (exits.py).
         loss_only (`bool`): set while nobody wants more of an output than its loss; logits are then read by name only.
@@ -78,7 +79,7 @@ class Attachment:
         self.seq_length, self.under_engine = seq_length, under_engine
         self.exchanges = self.scans = 0
         self.gathered, self.attending, self.runs_whole = [], False, False
-        self.loss_only = self.shards_wanted = self.head_is_whole = False
+        self.loss_only = self.shards_wanted = self.head_is_whole = self.counts_by_mask = False
         self.last_forward = None
         self.forward = None
         self.peers = Peers(self.group)
@@ -131,12 +132,12 @@ class Attachment:
         Raises:
             ValueError: a batch that cannot be cut (see `cut.py`), or rows that differ within the group.
         """
-        part = shard_batch(batch, self.rank, self.size, self.seq_length)
+        self.locate()
+        part = shard_batch(batch, self.rank, self.size, self.seq_length, self.counts_by_mask)
         if "use_cache" in inspect.signature(type(self._model()).forward).parameters:
             part["use_cache"] = False
         if not self.peers.judged:
             self.compare_rows(part[ROW_KEY])
-        self.locate()
         return part
 
     def locate(self, device=None):

@@ -23,7 +23,7 @@ _PADDING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
 _OTHER_MODALITIES = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values", "images", "videos")
 
 
-def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None) -> tuple[dict, Row]:
+def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None, by_mask=False) -> tuple[dict, Row]:
     """Cut whole rows and return the part of sequence rank `rank` of `size`, and what every rank knows of the row.
 
     No communication. The same function cuts what enters a decoder (entrance.py) and a batch that is sharded explicitly.
@@ -33,6 +33,7 @@ def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None)
         rank (`int`): this rank within the sequence-parallel group.
         size (`int`): number of ranks of the group.
         seq_length (`int`, *optional*): the only row length allowed (`sp_seq_length_is_variable=False`).
+        by_mask (`bool`): whether positions that the user has not given are counted where the 2-D mask is one.
 
     Returns:
         `dict` with every per-token tensor as `(B, padded / size, ...)`, `position_ids` added, masks of keys by queries
@@ -64,6 +65,8 @@ def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None)
     given = positions is not None
     if not given:
         positions = torch.arange(length, device=tokens.device).expand(batch_size, length)
+        if by_mask and attention_mask is not None:
+            positions = attention_mask.long().cumsum(-1) * attention_mask.long() - 1
     position_ids = _pad_positions(positions, padding)
     if position_ids.shape[-2] != batch_size:
         position_ids = position_ids.expand(*position_ids.shape[:-2], batch_size, -1)
@@ -144,7 +147,7 @@ def cut_tensor(tensor, rank: int, size: int, padding_value=0):
     return _pad(tensor, padding, padding_value).narrow(1, rank * length, length).contiguous()
 
 
-def shard_batch(batch: Mapping, rank: int, size: int, seq_length: int | None = None) -> Mapping:
+def shard_batch(batch: Mapping, rank: int, size: int, seq_length: int | None = None, by_mask=False) -> Mapping:
     """Cut a batch of full rows, as a stock collator makes them, explicitly. No communication.
 
     Returns:
@@ -159,7 +162,7 @@ def shard_batch(batch: Mapping, rank: int, size: int, seq_length: int | None = N
     full, labels = dict(batch), batch.get("labels")
     if labels is not None and full.get("shift_labels") is None:
         full["shift_labels"] = shifted(labels)
-    part, row = cut(full, rank, size, seq_length)
+    part, row = cut(full, rank, size, seq_length, by_mask)
     row.shift_labels = part.get("shift_labels")
     if torch.is_tensor(labels):
         row.checksum = checksum(labels, row.checksum)

@@ -14,13 +14,14 @@ import inspect
 
 import torch
 
-from .sequence import current_row
+from .sequence import current_row, holding
 
 CAUSAL_BUILDERS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 BUILDERS = (
     *CAUSAL_BUILDERS,
     "create_bidirectional_mask",
     "create_bidirectional_sliding_window_mask",
+    "create_reference_sliding_window_causal_mask",
     "create_masks_for_generate",
 )
 
@@ -47,7 +48,8 @@ def for_full_row(build):
         if (documents := _apart(build, given, row)) is not None:
             row.documents, row.build_mask = documents, functools.partial(build, **given)
             return None
-        return _hide_padding(build(**given), row)
+        with holding(None):  # One may call another.
+            return _hide_padding(build(**given), row)
 
     return build_for_full_row
 

@@ -99,7 +99,7 @@ class _Trial:
         self.names = {module: name for name, module in model.named_modules() if module in inside}
         # Under an engine every data-parallel replica takes part, so that all run the model equally often.
         self.control = Control(torch.distributed.group.WORLD if attachment.under_engine else attachment.group)
-        # Module -> where it has the sequence (prints.place), the same for all of its kind.
+        # Module -> where it has the sequence (prints.place).
         self.found, self.handles = {}, []
         self.forwards, self.started = 0, time.monotonic()
         fitting = [m for m in self.names if any(spec.fits(m) for spec in inline.INLINE)]
@@ -113,6 +113,7 @@ class _Trial:
         for handle in self.handles:
             handle.remove()
         self.handles, self.attachment.gathered = [], []
+        self.found.clear()
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -159,9 +160,16 @@ class _Trial:
         """Run the row in shards until nothing differs; returns the last run."""
         for _ in self.names:
             mine = _Run(self, batch, whole)
-            self._once(mine, given)
-            if not self._stopped(mine):
-                return mine
+            try:
+                self._once(mine, given)
+                if not self._stopped(mine):
+                    return mine
+            except _NothingHelps:
+                # Perhaps positions are counted where the mask is one, as OPT's.
+                if "attention_mask" not in batch or not self.attachment.takes_positions or self.attachment.counts_by_mask:
+                    raise
+                self.give_up()
+                self.attachment.counts_by_mask = True
         raise _NothingHelps("every module has been tried")
 
     def _once(self, run, batch):
@@ -205,11 +213,10 @@ class _Trial:
             # What a found one is given is not the whole row's, and cannot be made so: it is made around the layers.
             raise _NothingHelps(f"in {name}, {why}") from run.error
         logger.info("%s (%s): %s", self.names[module], name, why)
-        alike, places = [one for one in self.names if _kind(one) == _kind(module)], {}
-        for one in alike:
-            self.found[one] = places
-            self.handles += run_whole(one, places, self.attachment)
-        run.learn(module)
+        for one in [one for one in self.names if _kind(one) == _kind(module)]:
+            self.found[one] = {}
+            self.handles += run_whole(one, self.found[one], self.attachment)
+            run.learn(one)
         found = [name for one, name in self.names.items() if one in self.found]
         # What lies inside of one is given the whole row with it.
         self.attachment.gathered = [n for n in found if not any(n.startswith(f"{outer}.") for outer in found)]
