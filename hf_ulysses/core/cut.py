@@ -74,7 +74,7 @@ def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None,
         length=length,
         padded=length + padding,
         position_ids=position_ids,
-        attention_mask=None if attention_mask is None else _pad(attention_mask, padding, 0),
+        attention_mask=None if attention_mask is None else pad(attention_mask, padding, 0),
         boundaries=_boundaries(arguments, batch_size, length, padding),
         checksum=checksum(tokens),
         positions_given=given,
@@ -140,11 +140,11 @@ class _Marked:
         return value[kept]
 
 
-def cut_tensor(tensor, rank: int, size: int, padding_value=0):
+def cut_tensor(tensor, rank: int, size: int, padding_value=0, dim=1):
     """`(B, S, ...)` -> this rank's `(B, s, ...)`, padded to a multiple of `size`. Differentiable on this rank alone."""
-    padding = -tensor.shape[1] % size
-    length = (tensor.shape[1] + padding) // size
-    return _pad(tensor, padding, padding_value).narrow(1, rank * length, length).contiguous()
+    padding = -tensor.shape[dim] % size
+    length = (tensor.shape[dim] + padding) // size
+    return pad(tensor, padding, padding_value, dim).narrow(dim, rank * length, length).contiguous()
 
 
 def shard_batch(batch: Mapping, rank: int, size: int, seq_length: int | None = None, by_mask=False) -> Mapping:
@@ -248,7 +248,7 @@ def _refuse(batch, length):
         )
 
 
-def _pad(tensor, padding, value, dim=1):
+def pad(tensor, padding, value, dim=1):
     if not padding:
         return tensor
     shape = list(tensor.shape)

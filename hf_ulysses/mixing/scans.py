@@ -21,6 +21,7 @@ import torch
 
 from ..adapters.patching import Names
 from ..core.all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_all
+from ..core.cut import cut_tensor, pad
 from ..core.gather import gather_sequence
 from ..core.heads import share_heads
 from ..core.sequence import ROW_KEY, current_row, holding
@@ -121,24 +122,29 @@ class _Call:
             return None
         names = [*_parameters(function)] or spec.order
         names = [*names, *(f"argument {i}" for i in range(len(names), len(args)))]
-        given = dict(zip(names, args))
-        given.update((name, value) for name, value in kwargs.items() if name not in _OURS)
+        named = {**dict(zip(names, args)), **{name: value for name, value in kwargs.items() if name not in _OURS}}
+        # By the names that the spec has for them.
+        given = {spec.parameter(name): value for name, value in named.items()}
         if self.row.boundaries and "cu_seqlens" in given:
             given["cu_seqlens"] = self.row.boundaries["cu_seq_lens_q"]
         places = self._places(function, spec, given)
         self.attachment.scans += 1
 
         def call(changed):
-            changed = {**given, **changed}
+            values = {name: {**given, **changed}[spec.parameter(name)] for name in named}
+            in_order = [values.pop(name) for name in names[: len(args)]]
             with holding(None):
-                return function(
-                    *(changed[name] for name in names[: len(args)]),
-                    **{name: value for name, value in changed.items() if name not in names[: len(args)]},
-                )
+                return function(*in_order, **values)
 
-        if spec.way == "halo":
-            return self._with_halo(spec, given, places, call)
-        return self._by_heads(spec, given, places, call)
+        parted = any(torch.is_tensor(given.get(boundary)) for boundary in _BOUNDARIES)
+        if spec.way == "halo" and not parted:
+            return self._with_halo(spec, given, call)
+        if spec.way == "heads" and given[spec.heads_of].shape[spec.places[spec.heads_of].heads] >= self.attachment.size:
+            return self._by_heads(spec, given, places, call)
+        # Boundaries of documents count from the row's start; fewer heads than ranks cannot be dealt: the row on every rank.
+        output = call({name: self._whole(given[name], place.sequence) for name, place in places.items()})
+        rank, size, dim = self.attachment.rank, self.attachment.size, spec.output.sequence
+        return _first(lambda out: cut_tensor(out, rank, size, dim=dim), output)
 
     def _places(self, function, spec, given):
         """Name -> place of all tensors that must change; raises for what is not known."""
@@ -146,7 +152,7 @@ class _Call:
         for name, tensor in given.items():
             if not torch.is_tensor(tensor):
                 continue
-            place = spec.places.get(spec.parameter(name))
+            place = spec.places.get(name)
             if place is None:
                 if tensor.is_floating_point() and (self.shard in tensor.shape or "initial" in name or "state" in name):
                     raise ValueError(
@@ -164,14 +170,18 @@ class _Call:
             found[name] = place
         return found
 
+    def _whole(self, tensor, dim):
+        if dim is None:
+            return tensor
+        if tensor.shape[dim] == self.shard:
+            tensor = gather_sequence(tensor, self.attachment.group, dim)
+        return tensor.narrow(dim, 0, self.length).contiguous()
+
     # -- the positions before the shard -------------------------------------------------------------------------------
 
-    def _with_halo(self, spec, given, places, call):
-        """With boundaries of documents, which count from the row's start, it needs the row."""
-        name, weight = (next(n for n in given if spec.parameter(n) == known) for known in spec.order[:2])
-        if any(torch.is_tensor(given.get(boundary)) for boundary in _BOUNDARIES):
-            return self._on_the_row(spec, given, places, call)
-        width, dim = given[weight].shape[-1] - 1, places[name].sequence
+    def _with_halo(self, spec, given, call):
+        name, weight = spec.order[:2]
+        width, dim = given[weight].shape[-1] - 1, spec.places[name].sequence
         output = call({name: self.before(given[name], width, dim)})
         return _first(lambda out: out.narrow(spec.output.sequence, width, self.shard), output)
 
@@ -180,33 +190,17 @@ class _Call:
         rank, tail = self.attachment.rank, min(width, self.shard)
         # The ends of all shards: of shards no longer than what is wanted, that is all of the row.
         ends = gather_sequence(tensor.narrow(dim, tensor.shape[dim] - tail, tail), self.attachment.group, dim)
-        there = min(rank * tail, width)
-        before = _padded(ends.narrow(dim, rank * tail - there, there), dim, width, front=True)
+        behind = [0, 0] * (tensor.dim() - 1 - dim)
+        before = torch.nn.functional.pad(ends, [*behind, width, 0]).narrow(dim, rank * tail, width)
         # Kernels that want channels last get them so if they were.
         inner = 1 if tensor.stride(dim) != 1 else dim
         return torch.cat([before.movedim(dim, inner), tensor.movedim(dim, inner)], inner).movedim(inner, dim)
-
-    def _on_the_row(self, spec, given, places, call):
-        """All of the row and all heads, on every rank."""
-        output = call({name: self._whole(given[name], place.sequence) for name, place in places.items()})
-        start, dim = self.attachment.rank * self.shard, spec.output.sequence
-        return _first(lambda out: _padded(out, dim, self.row.padded).narrow(dim, start, self.shard), output)
-
-    def _whole(self, tensor, dim):
-        if dim is None:
-            return tensor
-        if tensor.shape[dim] == self.shard:
-            tensor = gather_sequence(tensor, self.attachment.group, dim)
-        return tensor.narrow(dim, 0, self.length).contiguous()
 
     # -- the heads of this rank ---------------------------------------------------------------------------------------
 
     def _by_heads(self, spec, given, places, call):
         attachment, row = self.attachment, self.row
-        counted = next(n for n in given if spec.parameter(n) == spec.heads_of)
-        num_heads = given[counted].shape[places[counted].heads]
-        if num_heads < attachment.size:
-            return self._on_the_row(spec, given, places, call)
+        num_heads = given[spec.heads_of].shape[places[spec.heads_of].heads]
         travel = [name for name, place in places.items() if place.sequence is not None and place.heads is not None]
         counts = {given[name].shape[places[name].heads] for name in travel} | {num_heads}
         if len(counts) > 2:
@@ -232,7 +226,8 @@ class _Call:
         exchange = Exchange(attachment.group, attachment.rank, shares)
 
         def back(out):
-            out_BhSE = _canonical(_padded(out, spec.output.sequence, row.padded), spec.output)
+            dim = spec.output.sequence
+            out_BhSE = _canonical(pad(out, row.padded - out.shape[dim], 0, dim), spec.output)
             out_BHsE = gather_heads_scatter_seq(out_BhSE.transpose(1, 2), exchange).transpose(1, 2)
             return _restored(out_BHsE, spec.output, out.shape)
 
@@ -264,15 +259,6 @@ def _restored(tensor, place, shape):
     rest = [n for dim, n in enumerate(shape) if dim not in (0, place.heads, place.sequence)]
     tensor = tensor.unflatten(3, rest) if rest else tensor[..., 0]
     return tensor.movedim((1, 2), (place.heads, place.sequence))
-
-
-def _padded(tensor, dim, length, front=False):
-    shape = list(tensor.shape)
-    shape[dim] = length - shape[dim]
-    if not shape[dim]:
-        return tensor
-    parts = [tensor, tensor.new_zeros(shape)]
-    return torch.cat(parts[::-1] if front else parts, dim)
 
 
 # -- modules without a function ---------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import inspect
 
 import torch
 
+from ..core.cut import cut_tensor
 from ..core.gather import gather_sequence
 from ..core.hooks import around
 from ..core.sequence import ROW_KEY, current_row, hold, release
@@ -80,14 +81,11 @@ def _gathering(row, places, attachment):
 
 
 def _cutting(row, places, attachment):
-    shard, length = row.padded // attachment.size, _seen(row)
-
     def cut(path, value):
-        where = places.get(path, 1)
-        if not torch.is_tensor(value) or not isinstance(where, int) or value.dim() <= where or value.shape[where] != length:
+        dim = places.get(path, 1)
+        if not torch.is_tensor(value) or not isinstance(dim, int) or value.dim() <= dim or value.shape[dim] != _seen(row):
             return value
-        padding = [n if dim != where else row.padded - length for dim, n in enumerate(value.shape)]
-        return torch.cat([value, value.new_zeros(padding)], where).narrow(where, attachment.rank * shard, shard)
+        return cut_tensor(value, attachment.rank, attachment.size, dim=dim)
 
     return cut
 
