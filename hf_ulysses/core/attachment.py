@@ -28,6 +28,7 @@ import torch.distributed as dist
 from ..adapters import support
 from ..adapters.patching import Names
 from ..mixing import locate, scans
+from ..mixing.whole import depends_on_positions, run_rotary_whole
 from . import balance, recomputation
 from .attention import exchanging
 from .control import own_group
@@ -40,7 +41,6 @@ from .loss import reduce_loss
 from .masks import BUILDERS, for_full_row
 from .peers import Peers
 from .randomness import called_by
-from .rotary import depends_on_positions, feed_full_row
 from .sequence import ROW_KEY, current_row, forget_rows, hold, on_whole_row, release
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Attachment:
         self._handles += around(decoder, self.entrance.enter, self.entrance.leave)
         for module in decoder.modules():
             if depends_on_positions(module):
-                self._handles += feed_full_row(module, self.rank, self.size)
+                self._handles += run_rotary_whole(module, self)
         for module in called_by(decoder):
             self._handles += around(module, self.entrance.streams.begin, self.entrance.streams.end)
         self._handles += scans.attach(list(decoder.modules()), self)

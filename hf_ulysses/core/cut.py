@@ -88,6 +88,9 @@ def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None,
             return leaf
         if leaf.dim() >= 2 and leaf.shape[:2] == (batch_size, length):
             return cut_tensor(leaf, rank, size, _PADDING.get(path, 0))
+        if path.partition(".")[0].endswith("mask") and leaf.dim() in (2, 4) and leaf.shape[-1] == length:
+            # Of keys by queries, alone or by kind of layer, which the model built before its decoder.
+            return _pad_mask(leaf, length, padding)
         if marked.by(leaf):
             return marked.in_shard(path, leaf)
         if length in leaf.shape and tuple(leaf.shape) != (batch_size,):
@@ -98,12 +101,7 @@ def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None,
             )
         return leaf
 
-    for key, value in full.items():
-        per_token = torch.is_tensor(value) and value.dim() >= 2 and value.shape[:2] == (batch_size, length)
-        if key.endswith("mask") and not per_token and _is_whole_mask(value, length):
-            part[key] = _pad_mask(value, length, padding)
-        else:
-            part[key] = tree_map(cut_leaf, value, key)
+    part.update((key, tree_map(cut_leaf, value, key)) for key, value in full.items())
     return part, row
 
 
@@ -155,7 +153,7 @@ def shard_batch(batch: Mapping, rank: int, size: int, seq_length: int | None = N
         padded here, `attention_mask` added; plus the `Row` under `ROW_KEY`.
 
     Raises:
-        ValueError: as `cut`; images, audio, inputs of a decoder beside an encoder, labels that are not one per token.
+        ValueError: as `cut`; images, audio, labels that are not one per token.
     """
     tokens = _tokens(batch)
     _refuse(batch, tokens.shape[1])
@@ -179,23 +177,12 @@ def shifted(labels):
     return torch.nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
 
 
-def _is_whole_mask(value, length):
-    """A mask of keys by queries, or a dictionary of them by kind of layer, which the model built before its decoder."""
-    if isinstance(value, Mapping):
-        return all(item is None or _is_whole_mask(item, length) for item in value.values())
-    return torch.is_tensor(value) and value.dim() in (2, 4) and value.shape[-1] == length
-
-
 def _pad_mask(value, length, padding):
     """Hide the padding behind the row, which attends to what it likes: nobody reads it."""
-    if isinstance(value, Mapping):
-        return {key: None if item is None else _pad_mask(item, length, padding) for key, item in value.items()}
-    if not padding:
-        return value
     # A query that sees only padding averages over every key of an additive mask: over the row's own, not over ours.
     hidden = float("-inf") if value.is_floating_point() else 0
-    value = torch.nn.functional.pad(value, (0, padding), value=hidden)
-    if value.dim() == 4 and value.shape[-2] == length:
+    value = pad(value, padding, hidden, dim=-1)
+    if padding and value.dim() == 4 and value.shape[-2] == length:
         value = torch.cat([value, value[..., -1:, :].expand(*value.shape[:-2], padding, -1)], dim=-2)
     return value
 
@@ -223,16 +210,10 @@ def _tokens(batch):
 
 def _refuse(batch, length):
     for key, value in batch.items():
-        if value is None:
-            continue
-        if str(key).startswith(_OTHER_MODALITIES):
+        if value is not None and str(key).startswith(_OTHER_MODALITIES):
             raise ValueError(
                 f"Batch entry {key!r} holds images or audio, which are merged with the text inside of the model: give the "
                 "attached model the whole batch, model(**batch), instead of shards."
-            )
-        if str(key).startswith("decoder_"):
-            raise ValueError(
-                f"Batch entry {key!r} belongs to an encoder-decoder model, which sequence parallelism does not support."
             )
     attention_mask = batch.get("attention_mask")
     if torch.is_tensor(attention_mask) and attention_mask.dim() != 2:

@@ -67,14 +67,6 @@ class Row:
         return mask
 
     @property
-    def rotary_position_ids(self):
-        """`position_ids` with the padding repeating the last real position, so that their maximum is the row's own."""
-        if not self.padding:
-            return self.position_ids
-        last = self.position_ids[..., self.length - 1 : self.length]
-        return torch.cat([self.position_ids[..., : self.length], last.expand(*last.shape[:-1], self.padding)], dim=-1)
-
-    @property
     def text_positions(self):
         """`position_ids` as `(B, padded)`: the text's, which are the first of several rows of positions."""
         return self.position_ids[(0,) * (self.position_ids.dim() - 2)]

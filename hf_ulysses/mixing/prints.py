@@ -3,7 +3,7 @@
 A fingerprint is, per position along every dimension that may be the sequence, a tensor's sum and norm.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +12,7 @@ import torch
 _TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.15
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How a trial row is laid out: `length` tokens, `padded` with padding, of which `shard` are this `rank`'s; the 2-D mask."""
 
     length: int

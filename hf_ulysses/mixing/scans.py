@@ -118,7 +118,7 @@ class _Call:
         self.length = row.padded if row.boundaries else row.length
 
     def run(self, function, spec, args, kwargs):
-        if spec.way == "decline":
+        if spec.kind == "decline":
             return None
         names = [*_parameters(function)] or spec.order
         names = [*names, *(f"argument {i}" for i in range(len(names), len(args)))]
@@ -137,9 +137,9 @@ class _Call:
                 return function(*in_order, **values)
 
         parted = any(torch.is_tensor(given.get(boundary)) for boundary in _BOUNDARIES)
-        if spec.way == "halo" and not parted:
+        if spec.kind == "halo" and not parted:
             return self._with_halo(spec, given, call)
-        if spec.way == "heads" and given[spec.heads_of].shape[spec.places[spec.heads_of].heads] >= self.attachment.size:
+        if spec.kind == "heads" and given[spec.heads_of].shape[spec.places[spec.heads_of].heads] >= self.attachment.size:
             return self._by_heads(spec, given, places, call)
         # Boundaries of documents count from the row's start; fewer heads than ranks cannot be dealt: the row on every rank.
         output = call({name: self._whole(given[name], place.sequence) for name, place in places.items()})

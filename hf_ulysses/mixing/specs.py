@@ -30,12 +30,12 @@ class Spec:
             Tensors with fewer heads than `heads_of` has share them (GQA, Mamba 2's groups).
         output (`str`): the layout of the first tensor it returns.
         heads_of (`str`): the argument whose heads are counted.
-        way (`str`): "heads"; "halo": positions before the shard are all it needs; "decline": it returns `None`, as kernels that
+        kind (`str`): "heads"; "halo": positions before the shard are all it needs; "decline": it returns `None`, as kernels that
             are not installed do.
     """
 
-    def __init__(self, names, arguments, output="BSH", heads_of="", way="heads"):
-        self.names, self.output, self.heads_of, self.way = names, _place(output), heads_of, way
+    def __init__(self, names, arguments, output="BSH", heads_of="", kind="heads"):
+        self.names, self.output, self.heads_of, self.kind = names, _place(output), heads_of, kind
         self.order, self.places, self._aliases = [], {}, {}
         leading, _, named = arguments.partition(" * ")
         for word in [*leading.split(), *named.split()]:
@@ -53,14 +53,14 @@ class Spec:
 
     def takes(self, parameters):
         """Whether a function with these parameters is meant; `()`: a wrapper that hides them."""
-        required = self.order[: {"heads": 4, "halo": 2, "decline": 1}[self.way]]
+        required = self.order[: {"heads": 4, "halo": 2, "decline": 1}[self.kind]]
         return not parameters or [self.parameter(name) for name in parameters][: len(required)] == required
 
 
 _GATES = " * A_log:H dt_bias:H g_gamma:H"
 
 SPECS = (
-    Spec(r"causal_conv1d_fn", "hidden_states|x:BHS weight:H bias:H * seq_idx:BS", "BHS", way="halo"),
+    Spec(r"causal_conv1d_fn", "hidden_states|x:BHS weight:H bias:H * seq_idx:BS", "BHS", kind="halo"),
     Spec(
         r"(torch_)?(chunk|(fused_)?recurrent)_(gated_)?delta_rule|(chunk|(fused_)?recurrent)_(kda|kimi_delta_attention)",
         "query|q:BSH key|k:BSH value|v:BSH g:BSH beta:BSH" + _GATES,
@@ -92,8 +92,8 @@ SPECS = (
     Spec(r"(chunk|fused_recurrent)_rwkv6", "r|q:BSH k:BSH v:BSH w:BSH u:H", heads_of="v"),
     Spec(r"mlstm_backend", "query|q:BHS key|k:BHS value|v:BHS igate|i:BHS fgate|f:BHS", "BHS", heads_of="value"),
     # Everything in one kernel, projections included: what they do without it can be split.
-    Spec(r"mamba2?_split_conv1d_scan_combined", "zxbcdt", way="decline"),
-    Spec(r"mamba_inner_fn", "xz", way="decline"),
+    Spec(r"mamba2?_split_conv1d_scan_combined", "zxbcdt", kind="decline"),
+    Spec(r"mamba_inner_fn", "xz", kind="decline"),
 )
 
 

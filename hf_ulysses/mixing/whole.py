@@ -22,20 +22,23 @@ from ..core.sequence import ROW_KEY, current_row, hold, release
 from ..core.trees import tree_map
 
 
-def run_whole(module, places, attachment) -> list:
+def run_whole(module, places, attachment, seen=None) -> list:
     """Let `module` run on the whole row in sharded forwards. Returns the handles.
 
     Args:
         places (`dict`): path of an argument or result -> where it has the sequence, as the trial saw (`prints.place`).
         attachment (`Attachment`): whose group shares the row.
+        seen (`Callable`, *optional*): row -> how many tokens of it `module` sees; defaults to the user's, unless boundaries of
+            documents count the padding behind them, too.
     """
+    seen = seen or (lambda row: row.padded if row.boundaries else row.length)
     rows = []
 
     def enter(module, args, kwargs):
         # A deepcopy takes the hooks along.
         row = attachment.row_of(module, kwargs) if attachment.owns(module) else None
         if row is not None:
-            args, kwargs = map_arguments(_gathering(row, places, attachment), module, args, kwargs)
+            args, kwargs = map_arguments(_gathering(row, places, attachment, seen(row)), module, args, kwargs)
             if takes(module, "cu_seq_lens_q"):
                 kwargs.update(row.boundaries)
             kwargs.pop(ROW_KEY, None)
@@ -47,16 +50,32 @@ def run_whole(module, places, attachment) -> list:
             return None
         row, token = rows.pop()
         release(token)
-        return None if row is None else tree_map(_cutting(row, places, attachment), output, "out")
+        return None if row is None else tree_map(_cutting(places, attachment, seen(row)), output, "out")
 
     return around(module, enter, leave)
 
 
-def _gathering(row, places, attachment):
-    shard, length = row.padded // attachment.size, _seen(row)
+def run_rotary_whole(module, attachment) -> list:
+    """The same for a rotary embedding, whose first argument only tells a dtype, and whose tables are `(..., S, D)`."""
+    first = [*inspect.signature(type(module).forward).parameters][1]
+    tables = dict.fromkeys(("out", "out[0]", "out[1]"), -2)
+    return run_whole(module, {first: "as it is", **tables}, attachment, lambda row: row.length)
+
+
+def depends_on_positions(module) -> bool:
+    """Whether `module` is a rotary embedding that chooses its frequencies by the largest position (`rope_type`)."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(isinstance(kind, str) and ("dynamic" in kind or "longrope" in kind) for kind in kinds)
+
+
+def _gathering(row, places, attachment, length):
+    shard = row.padded // attachment.size
 
     def gather(path, value):
         where = places.get(path)
+        if where == "as it is":
+            return value
         if where == "counted" and not row.positions_given:
             return None
         if where == "square" and value is None and row.build_mask is not None:
@@ -80,19 +99,14 @@ def _gathering(row, places, attachment):
     return gather
 
 
-def _cutting(row, places, attachment):
+def _cutting(places, attachment, length):
     def cut(path, value):
         dim = places.get(path, 1)
-        if not torch.is_tensor(value) or not isinstance(dim, int) or value.dim() <= dim or value.shape[dim] != _seen(row):
+        if not torch.is_tensor(value) or not isinstance(dim, int) or value.dim() <= dim or value.shape[dim] != length:
             return value
         return cut_tensor(value, attachment.rank, attachment.size, dim=dim)
 
     return cut
-
-
-def _seen(row):
-    """How much of the row a module sees: not the padding behind it, unless the user's boundaries count that, too."""
-    return row.padded if row.boundaries else row.length
 
 
 def map_arguments(function, module, args, kwargs):
