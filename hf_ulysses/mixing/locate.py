@@ -104,9 +104,11 @@ class _Trial:
         self.forwards, self.started = 0, time.monotonic()
         fitting = [m for m in self.names if any(spec.fits(m) for spec in inline.INLINE)]
         self.between_exchanges = {child for module in fitting for child in module.children()}
+        config = getattr(model, "config", None)
         # An odd number of tokens per shard, so that blocks of positions lie across its edges.
-        length = _short_length(getattr(model, "config", None), attachment.size)
-        vocabulary = getattr(_text(getattr(model, "config", None)), "vocab_size", None) or 64
+        length = _short_length(config, attachment.size)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        vocabulary = getattr(text, "vocab_size", None) or 64
         self.tokens = (torch.arange(length, device=device) * 7 % min(vocabulary, 1000))[None]
 
     def give_up(self):
@@ -371,10 +373,6 @@ def _restore(module, names, plain, buffers):
 def _is_plain(value):
     # Tensors that are no buffers are replaced, not written to: rotary embeddings remember the longest row in one.
     return type(value) in (bool, int, float, type(None)) or torch.is_tensor(value)
-
-
-def _text(config):
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _short_length(config, size):

@@ -5,7 +5,7 @@ calls no interface, embeddings that count. What such a module is given is made w
 
     a tensor with the sequence in one dimension     gathered
     the 2-D mask, a mask of keys by queries         the row's own, which all ranks know
-    position_ids                                    the row's; `None` where the model counts by itself and the user gave none
+    position_ids                                    the row's; `None` where one process has none
 
 Gradients: what reaches the gathered inputs is summed over ranks by the gather's backward; a parameter's is its shard's share, as
 everywhere else. The whole row's activations inside of the module are held on every rank; checkpointing frees them layer by layer.
@@ -87,6 +87,8 @@ def _gathering(row, places, attachment, length):
         if not torch.is_tensor(value) or path.endswith("labels"):
             return value
         if path.endswith("position_ids") and value.shape[-1] == shard:
+            if not attachment.takes_positions:  # It counts them by itself, whatever the user gave.
+                return torch.arange(length, device=value.device).expand(*value.shape[:-1], -1)
             return row.position_ids[(0,) * max(row.position_ids.dim() - value.dim(), 0)][..., :length]
         dim = where if isinstance(where, int) else 1
         if value.dim() > dim and value.shape[dim] == shard:
