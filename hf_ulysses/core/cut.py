@@ -112,30 +112,27 @@ class _Marked:
     def __init__(self, arguments, tokens, mine):
         shape, embeddings = tuple(tokens.shape[:2]), arguments.get("inputs_embeds")
         self._width = embeddings.shape[-1] if torch.is_tensor(embeddings) else None
-        # Number of marked positions -> names of the masks, the mask, and which of the marked positions lie in this shard.
-        self._masks = {}
+        # Number of marked positions -> name -> mask.
+        self._masks, self._mine = {}, mine
         for key, mask in arguments.items():
-            if key == "attention_mask" or not torch.is_tensor(mask) or mask.dtype != torch.bool:
-                continue
-            if tuple(mask.shape) in (shape, (*shape, 1)):
-                mask, inside = mask.reshape(shape), torch.zeros(shape, dtype=torch.bool, device=mask.device)
-                inside[:, mine] = True
-                kept = inside[mask]
-                names, other, _ = self._masks.setdefault(len(kept), ([], mask, kept))
-                if not names or not torch.equal(mask, other):
-                    names.append(key)
+            marks = key != "attention_mask" and torch.is_tensor(mask) and mask.dtype == torch.bool
+            if marks and tuple(mask.shape) in (shape, (*shape, 1)):
+                self._masks.setdefault(int(mask.sum()), {})[key] = mask.reshape(shape)
 
     def by(self, value) -> bool:
         return value.dim() == 2 and len(value) in self._masks and self._width in (None, value.shape[1])
 
     def in_shard(self, name, value):
-        names, _, kept = self._masks[len(value)]
-        if len(names) > 1:
+        masks = self._masks[len(value)]
+        mask, *others = masks.values()
+        if not all(torch.equal(mask, other) for other in others):
             raise ValueError(
-                f"{name!r} of shape {tuple(value.shape)} could belong to the positions that any of {sorted(names)} marks, so "
+                f"{name!r} of shape {tuple(value.shape)} could belong to the positions that any of {sorted(masks)} marks, so "
                 "there is no telling which shard needs what of it. Train without sequence parallelism."
             )
-        return value[kept]
+        inside = torch.zeros_like(mask)
+        inside[:, self._mine] = True
+        return value[inside[mask]]
 
 
 def cut_tensor(tensor, rank: int, size: int, padding_value=0, dim=1):

@@ -11,10 +11,13 @@ Not covered, refused: custom `or_mask_function` / `and_mask_function` (they clos
 
 import functools
 import inspect
+import logging
 
 import torch
 
 from .sequence import current_row, holding
+
+logger = logging.getLogger(__name__)
 
 CAUSAL_BUILDERS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 BUILDERS = (
@@ -87,7 +90,15 @@ def _apart(build, given, row):
     alone.pop("position_ids", None)
     if torch.is_tensor(given.get("cache_position")):
         alone["cache_position"] = given["cache_position"][:length]
-    return documents if build(**alone) is None else None
+    if build(**alone) is None:
+        return documents
+    _report(name)
+    return None
+
+
+@functools.cache
+def _report(name):
+    logger.info("%s masks within documents: rows that are packed or padded get their whole mask, length x length", name)
 
 
 def _is_made(mask):
