@@ -112,22 +112,31 @@ class Names:
     def __init__(self):
         self._held: dict[tuple[Any, str], list] = {}
 
-    def hold(self, module, name: str, wrap: Callable) -> tuple[Any, str]:
-        key = (module, name)
-        if key not in self._held:
-            original = vars(module)[name]
-            replacement = wrap(original)
-            setattr(module, name, replacement)
-            self._held[key] = [0, original, replacement]
-        self._held[key][0] += 1
-        return key
+    def hold(self, owner, name: str, wrap: Callable) -> "Hold":
+        """Replace `owner.name` by `wrap(original)`, unless it is held already. Returns a handle with `remove()`."""
+        if (owner, name) not in self._held:
+            original, replacement = vars(owner).get(name, _ABSENT), wrap(getattr(owner, name))
+            setattr(owner, name, replacement)
+            self._held[owner, name] = [0, original, replacement]
+        self._held[owner, name][0] += 1
+        return Hold(self._held, (owner, name))
 
-    def release(self, key: tuple[Any, str]) -> None:
-        module, name = key
-        held = self._held[key]
+
+_ABSENT = object()
+
+
+class Hold:
+    def __init__(self, held, key):
+        self._held, self._key = held, key
+
+    def remove(self) -> None:
+        key, self._key = self._key, None
+        if key is None:
+            return
+        held, (owner, name) = self._held[key], key
         held[0] -= 1
         if held[0]:
             return
         del self._held[key]
-        if vars(module).get(name) is held[2]:
-            setattr(module, name, held[1])
+        if vars(owner).get(name) is held[2]:
+            delattr(owner, name) if held[1] is _ABSENT else setattr(owner, name, held[1])

@@ -15,6 +15,7 @@ position-dependent rotary embeddings; and, in the modelling files of the decoder
 names through which they find attention functions and mask builders. A deepcopy of the model is not attached.
 """
 
+import copy
 import inspect
 import logging
 import sys
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from ..adapters import support
 from ..adapters.patching import Names
 from ..mixing import locate, scans
+from ..mixing.whole import depends_on_positions, run_rotary_whole
 from . import balance, recomputation
 from .attention import exchanging
 from .control import Control, own_group
@@ -39,7 +41,6 @@ from .loss import reduce_loss
 from .masks import BUILDERS, for_full_row
 from .peers import Peers
 from .randomness import called_by
-from .rotary import depends_on_positions, feed_full_row
 from .sequence import ROW_KEY, current_row, forget_rows, hold, in_no_graph, on_whole_row, release
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Attachment:
             through the exchange since attaching; those that torch.compile has traced are not counted.
         gathered (`list[str]`): modules that run on the whole row (mixing/whole.py), known after the first forward.
         runs_whole (`bool`): whether all of the decoder does.
+        counts_by_mask (`bool`): whether the decoder counts positions that it is not given where the 2-D mask is one.
         attending (`bool`): whether an attention function runs just now, or has raised.
         splits_loss (`bool`): whether the head scores shards, or is given whole rows (exits.py).
         loss_only (`bool`): set while nobody wants more of an output than its loss; logits are then read by name only.
@@ -77,7 +79,7 @@ class Attachment:
         self.seq_length, self.under_engine = seq_length, under_engine
         self.exchanges = self.scans = 0
         self.gathered, self.attending, self.runs_whole = [], False, False
-        self.loss_only = self.shards_wanted = False
+        self.loss_only = self.shards_wanted = self.counts_by_mask = False
         self.forward = self.last_forward = self.tell = None
         self.peers, self.control = Peers(self.group), Control(self.group)
         self._tried = self.size == 1 or not trial
@@ -104,7 +106,7 @@ class Attachment:
         self._handles += around(decoder, self.entrance.enter, self.entrance.leave)
         for module in decoder.modules():
             if depends_on_positions(module):
-                self._handles += feed_full_row(module, self.rank, self.size)
+                self._handles += run_rotary_whole(module, self)
         for module in called_by(decoder):
             self._handles += around(module, self.entrance.streams.begin, self.entrance.streams.end)
         self._handles += scans.attach(list(decoder.modules()), self)
@@ -129,12 +131,12 @@ class Attachment:
         Raises:
             ValueError: a batch that cannot be cut (see `cut.py`), or rows that differ within the group.
         """
-        part = shard_batch(batch, self.rank, self.size, self.seq_length)
+        self.locate()
+        part = shard_batch(batch, self.rank, self.size, self.seq_length, self.counts_by_mask)
         if "use_cache" in inspect.signature(type(self._model()).forward).parameters:
             part["use_cache"] = False
         if not self.peers.judged:
             self.compare_rows(part[ROW_KEY])
-        self.locate()
         return part
 
     def locate(self, device=None):
@@ -264,7 +266,8 @@ class Attachment:
         forget_rows()
         in_no_graph(self.peers.judge_last)
         kwargs = dict(kwargs)
-        self.forward = Forward(given=kwargs.pop(ROW_KEY, None))
+        # A copy: what mask builders note in it is of this model's forward.
+        self.forward = Forward(given=copy.copy(kwargs.pop(ROW_KEY, None)))
         if self.forward.given is not None and device not in (None, self.forward.given.position_ids.device):
             # FSDP's root moves tensors, and no object of ours.
             self.forward.given = self.forward.given.to(device)
@@ -442,4 +445,4 @@ def _replacements(source):
 
 def _release_names(held):
     while held:
-        _names.release(held.pop())
+        held.pop().remove()

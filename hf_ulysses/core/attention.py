@@ -20,7 +20,7 @@ import functools
 
 import torch
 
-from . import packed as documents
+from . import packed
 from .all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_heads
 from .cut import BOUNDARY_KEYS
 from .heads import chunk_heads, share_heads
@@ -105,11 +105,15 @@ def _attend(core, attachment, row, module, query_BHsD, key_BGsD, value_BGsE, att
             attachment.attending = False
             return out
 
-        if isinstance(attention_mask, documents.DocumentMask):
-            out_BShE = documents.attend(attend, query_BhSD, key_BgSD, value_BgSE, attention_mask, full)
+        mask, causal = attention_mask, _is_causal(module, kwargs)
+        apart = mask is None and row.build_mask is not None and causal
+        if apart and any(torch.is_tensor(v) and v.dim() == 4 and v.shape[-2] == row.padded for v in full.values()):
+            mask, apart = row.build_mask(), False  # A bias of queries by keys is as large.
+        if apart:
+            out_BShE = packed.attend(attend, query_BhSD, key_BgSD, value_BgSE, row.bundles, full)
         else:
-            mask = _full_row_mask(attention_mask, row, module, share, num_heads)
-            if mask is None and row.padding and not _is_causal(module, kwargs):
+            mask = _full_row_mask(mask, row, module, share, num_heads)
+            if mask is None and row.padding and not causal:
                 # Nothing else hides the padding behind the row.
                 key_BgSD, value_BgSE = key_BgSD[:, :, : row.length], value_BgSE[:, :, : row.length]
             out_BShE = attend(query_BhSD, key_BgSD, value_BgSE, mask, full)
@@ -179,12 +183,6 @@ def _own_heads(tensor, share, num_heads, dim):
 def _full_row_mask(mask, row, module, share, num_heads):
     if not torch.is_tensor(mask):
         return mask
-    # What torch.compile traces has no storage to look at.
-    if not torch.compiler.is_compiling() and mask.untyped_storage().nbytes() == 1:
-        raise ValueError(
-            f"{type(module).__name__} got the stand-in for a mask of documents after something had stripped its type. "
-            "Please report the model; attn_implementation='eager' does without stand-ins."
-        )
     lengths = mask.shape[-2:] if mask.dim() == 4 else mask.shape[-1:]
     if any(n != row.padded for n in lengths):
         raise ValueError(

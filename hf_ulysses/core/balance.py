@@ -52,14 +52,7 @@ def sources_of_others() -> list:
 
 
 def _gather(gates, row):
-    """`(B * s, experts)` per layer -> `(B * S, experts)`, in one collective where the layers are alike."""
+    """`(B * s, experts)` per layer -> `(B * S, experts)`, in one collective."""
     batch_size = row.position_ids.shape[-2]
-    gates = [gate.reshape(batch_size, -1, gate.shape[-1]) for gate in gates]
-    groups = {}
-    for index, gate in enumerate(gates):
-        groups.setdefault((gate.shape, gate.device), []).append(index)
-    for indices in groups.values():
-        full = gather_sequence(torch.stack([gates[i] for i in indices]), row.group, dim=2, length=row.length)
-        for i, gate in zip(indices, full):
-            gates[i] = gate.flatten(0, 1)
-    return tuple(gates)
+    shards = torch.stack([gate.to(gates[0].device).reshape(batch_size, -1, gate.shape[-1]) for gate in gates])
+    return gather_sequence(shards, row.group, dim=2, length=row.length).flatten(1, 2).unbind()

@@ -23,7 +23,7 @@ _PADDING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
 _OTHER_MODALITIES = ("pixel_", "image_", "video_", "audio_", "input_features", "input_values", "images", "videos")
 
 
-def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None) -> tuple[dict, Row]:
+def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None, by_mask=False) -> tuple[dict, Row]:
     """Cut whole rows and return the part of sequence rank `rank` of `size`, and what every rank knows of the row.
 
     No communication. The same function cuts what enters a decoder (entrance.py) and a batch that is sharded explicitly.
@@ -33,6 +33,7 @@ def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None)
         rank (`int`): this rank within the sequence-parallel group.
         size (`int`): number of ranks of the group.
         seq_length (`int`, *optional*): the only row length allowed (`sp_seq_length_is_variable=False`).
+        by_mask (`bool`): whether positions that the user has not given are counted where the 2-D mask is one.
 
     Returns:
         `dict` with every per-token tensor as `(B, padded / size, ...)`, `position_ids` added, masks of keys by queries
@@ -64,6 +65,8 @@ def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None)
     given = positions is not None
     if not given:
         positions = torch.arange(length, device=tokens.device).expand(batch_size, length)
+        if by_mask and attention_mask is not None:
+            positions = attention_mask.long().cumsum(-1) * attention_mask.long() - 1
     position_ids = _pad_positions(positions, padding)
     if position_ids.shape[-2] != batch_size:
         position_ids = position_ids.expand(*position_ids.shape[:-2], batch_size, -1)
@@ -71,7 +74,7 @@ def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None)
         length=length,
         padded=length + padding,
         position_ids=position_ids,
-        attention_mask=None if attention_mask is None else _pad(attention_mask, padding, 0),
+        attention_mask=None if attention_mask is None else pad(attention_mask, padding, 0),
         boundaries=_boundaries(arguments, batch_size, length, padding),
         checksum=checksum(tokens),
         positions_given=given,
@@ -85,6 +88,9 @@ def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None)
             return leaf
         if leaf.dim() >= 2 and leaf.shape[:2] == (batch_size, length):
             return cut_tensor(leaf, rank, size, _PADDING.get(path, 0))
+        if path.partition(".")[0].endswith("mask") and leaf.dim() in (2, 4) and leaf.shape[-1] == length:
+            # Of keys by queries, alone or by kind of layer, which the model built before its decoder.
+            return _pad_mask(leaf, length, padding)
         if marked.by(leaf):
             return marked.in_shard(path, leaf)
         if length in leaf.shape and tuple(leaf.shape) != (batch_size,):
@@ -95,12 +101,7 @@ def cut(arguments: Mapping, rank: int, size: int, seq_length: int | None = None)
             )
         return leaf
 
-    for key, value in full.items():
-        per_token = torch.is_tensor(value) and value.dim() >= 2 and value.shape[:2] == (batch_size, length)
-        if key.endswith("mask") and not per_token and _is_whole_mask(value, length):
-            part[key] = _pad_mask(value, length, padding)
-        else:
-            part[key] = tree_map(cut_leaf, value, key)
+    part.update((key, tree_map(cut_leaf, value, key)) for key, value in full.items())
     return part, row
 
 
@@ -111,40 +112,37 @@ class _Marked:
     def __init__(self, arguments, tokens, mine):
         shape, embeddings = tuple(tokens.shape[:2]), arguments.get("inputs_embeds")
         self._width = embeddings.shape[-1] if torch.is_tensor(embeddings) else None
-        # Number of marked positions -> names of the masks, the mask, and which of the marked positions lie in this shard.
-        self._masks = {}
+        # Number of marked positions -> name -> mask.
+        self._masks, self._mine = {}, mine
         for key, mask in arguments.items():
-            if key == "attention_mask" or not torch.is_tensor(mask) or mask.dtype != torch.bool:
-                continue
-            if tuple(mask.shape) in (shape, (*shape, 1)):
-                mask, inside = mask.reshape(shape), torch.zeros(shape, dtype=torch.bool, device=mask.device)
-                inside[:, mine] = True
-                kept = inside[mask]
-                names, other, _ = self._masks.setdefault(len(kept), ([], mask, kept))
-                if not names or not torch.equal(mask, other):
-                    names.append(key)
+            marks = key != "attention_mask" and torch.is_tensor(mask) and mask.dtype == torch.bool
+            if marks and tuple(mask.shape) in (shape, (*shape, 1)):
+                self._masks.setdefault(int(mask.sum()), {})[key] = mask.reshape(shape)
 
     def by(self, value) -> bool:
         return value.dim() == 2 and len(value) in self._masks and self._width in (None, value.shape[1])
 
     def in_shard(self, name, value):
-        names, _, kept = self._masks[len(value)]
-        if len(names) > 1:
+        masks = self._masks[len(value)]
+        mask, *others = masks.values()
+        if not all(torch.equal(mask, other) for other in others):
             raise ValueError(
-                f"{name!r} of shape {tuple(value.shape)} could belong to the positions that any of {sorted(names)} marks, so "
+                f"{name!r} of shape {tuple(value.shape)} could belong to the positions that any of {sorted(masks)} marks, so "
                 "there is no telling which shard needs what of it. Train without sequence parallelism."
             )
-        return value[kept]
+        inside = torch.zeros_like(mask)
+        inside[:, self._mine] = True
+        return value[inside[mask]]
 
 
-def cut_tensor(tensor, rank: int, size: int, padding_value=0):
+def cut_tensor(tensor, rank: int, size: int, padding_value=0, dim=1):
     """`(B, S, ...)` -> this rank's `(B, s, ...)`, padded to a multiple of `size`. Differentiable on this rank alone."""
-    padding = -tensor.shape[1] % size
-    length = (tensor.shape[1] + padding) // size
-    return _pad(tensor, padding, padding_value).narrow(1, rank * length, length).contiguous()
+    padding = -tensor.shape[dim] % size
+    length = (tensor.shape[dim] + padding) // size
+    return pad(tensor, padding, padding_value, dim).narrow(dim, rank * length, length).contiguous()
 
 
-def shard_batch(batch: Mapping, rank: int, size: int, seq_length: int | None = None) -> Mapping:
+def shard_batch(batch: Mapping, rank: int, size: int, seq_length: int | None = None, by_mask=False) -> Mapping:
     """Cut a batch of full rows, as a stock collator makes them, explicitly. No communication.
 
     Returns:
@@ -152,14 +150,14 @@ def shard_batch(batch: Mapping, rank: int, size: int, seq_length: int | None = N
         padded here, `attention_mask` added; plus the `Row` under `ROW_KEY`.
 
     Raises:
-        ValueError: as `cut`; images, audio, inputs of a decoder beside an encoder, labels that are not one per token.
+        ValueError: as `cut`; images, audio, labels that are not one per token.
     """
     tokens = _tokens(batch)
     _refuse(batch, tokens.shape[1])
     full, labels = dict(batch), batch.get("labels")
     if labels is not None and full.get("shift_labels") is None:
         full["shift_labels"] = shifted(labels)
-    part, row = cut(full, rank, size, seq_length)
+    part, row = cut(full, rank, size, seq_length, by_mask)
     row.shift_labels = part.get("shift_labels")
     if torch.is_tensor(labels):
         row.checksum = checksum(labels, row.checksum)
@@ -176,23 +174,12 @@ def shifted(labels):
     return torch.nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
 
 
-def _is_whole_mask(value, length):
-    """A mask of keys by queries, or a dictionary of them by kind of layer, which the model built before its decoder."""
-    if isinstance(value, Mapping):
-        return all(item is None or _is_whole_mask(item, length) for item in value.values())
-    return torch.is_tensor(value) and value.dim() in (2, 4) and value.shape[-1] == length
-
-
 def _pad_mask(value, length, padding):
     """Hide the padding behind the row, which attends to what it likes: nobody reads it."""
-    if isinstance(value, Mapping):
-        return {key: None if item is None else _pad_mask(item, length, padding) for key, item in value.items()}
-    if not padding:
-        return value
     # A query that sees only padding averages over every key of an additive mask: over the row's own, not over ours.
     hidden = float("-inf") if value.is_floating_point() else 0
-    value = torch.nn.functional.pad(value, (0, padding), value=hidden)
-    if value.dim() == 4 and value.shape[-2] == length:
+    value = pad(value, padding, hidden, dim=-1)
+    if padding and value.dim() == 4 and value.shape[-2] == length:
         value = torch.cat([value, value[..., -1:, :].expand(*value.shape[:-2], padding, -1)], dim=-2)
     return value
 
@@ -220,16 +207,10 @@ def _tokens(batch):
 
 def _refuse(batch, length):
     for key, value in batch.items():
-        if value is None:
-            continue
-        if str(key).startswith(_OTHER_MODALITIES):
+        if value is not None and str(key).startswith(_OTHER_MODALITIES):
             raise ValueError(
                 f"Batch entry {key!r} holds images or audio, which are merged with the text inside of the model: give the "
                 "attached model the whole batch, model(**batch), instead of shards."
-            )
-        if str(key).startswith("decoder_"):
-            raise ValueError(
-                f"Batch entry {key!r} belongs to an encoder-decoder model, which sequence parallelism does not support."
             )
     attention_mask = batch.get("attention_mask")
     if torch.is_tensor(attention_mask) and attention_mask.dim() != 2:
@@ -245,7 +226,7 @@ def _refuse(batch, length):
         )
 
 
-def _pad(tensor, padding, value, dim=1):
+def pad(tensor, padding, value, dim=1):
     if not padding:
         return tensor
     shape = list(tensor.shape)

@@ -96,7 +96,7 @@ class Entrance:
         if forward.given is None:
             if torch.is_grad_enabled():
                 arguments = {name: tree_map(self._with_whole_gradient, value) for name, value in arguments.items()}
-            part, row = cut(arguments, attachment.rank, attachment.size, attachment.seq_length)
+            part, row = cut(arguments, attachment.rank, attachment.size, attachment.seq_length, attachment.counts_by_mask)
             for of_the_user in forward.tokens:
                 row.checksum = checksum(of_the_user, row.checksum)
         else:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from . import packed as documents
+from . import packed
 
 ROW_KEY = "ulysses_row"
 
@@ -35,28 +35,21 @@ class Row:
         group (`torch.distributed.ProcessGroup`), share (`float`): set when a forward begins: whose ranks share the row, and
             what part of an auxiliary loss of the whole row is a rank's (balance.py).
         positions_given (`bool`): whether the user gave `position_ids`; else they were counted, as most models count.
+        documents (`list`), build_mask (`Callable`): set by a mask builder where attention without a mask runs document by
+            document (packed.py): those of every batch row, and what makes the whole mask after all.
     """
 
     __slots__ = (
-        "length",
-        "padded",
-        "position_ids",
-        "attention_mask",
-        "boundaries",
-        "checksum",
-        "positions_given",
-        "group",
-        "share",
-        "shift_labels",
-        "_flash",
-        "_facts",
+        *("length", "padded", "position_ids", "attention_mask", "boundaries", "checksum", "positions_given"),
+        *("group", "share", "shift_labels", "documents", "build_mask", "_bundles", "_flash", "_facts"),
     )
 
     def __init__(self, length, padded, position_ids, attention_mask, boundaries, checksum, positions_given=True):
         self.length, self.padded = length, padded
         self.position_ids, self.attention_mask, self.boundaries = position_ids, attention_mask, boundaries
         self.checksum, self.positions_given = checksum, positions_given
-        self.group, self.share, self.shift_labels, self._flash, self._facts = None, 1.0, None, None, None
+        self.group, self.share, self.shift_labels = None, 1.0, None
+        self.documents = self.build_mask = self._bundles = self._flash = self._facts = None
 
     @property
     def padding(self) -> int:
@@ -73,14 +66,6 @@ class Row:
         return mask
 
     @property
-    def rotary_position_ids(self):
-        """`position_ids` with the padding repeating the last real position, so that their maximum is the row's own."""
-        if not self.padding:
-            return self.position_ids
-        last = self.position_ids[..., self.length - 1 : self.length]
-        return torch.cat([self.position_ids[..., : self.length], last.expand(*last.shape[:-1], self.padding)], dim=-1)
-
-    @property
     def text_positions(self):
         """`position_ids` as `(B, padded)`: the text's, which are the first of several rows of positions."""
         return self.position_ids[(0,) * (self.position_ids.dim() - 2)]
@@ -90,7 +75,7 @@ class Row:
         """What the rows are made of (`packed.Facts`), found when first asked for."""
         if self._facts is None:
             plain = self.attention_mask is None and not self.positions_given
-            self._facts = documents.Facts() if plain else in_no_graph(documents.facts_of, self)
+            self._facts = packed.Facts() if plain else in_no_graph(packed.facts_of, self)
         return self._facts
 
     def flash_arguments(self) -> dict:
@@ -103,8 +88,15 @@ class Row:
             if not facts.hides and facts.in_one:
                 self._flash = {"position_ids": None}
             elif not facts.hides and facts.documents is not None and len(facts.documents) == 1:
-                self._flash = documents.boundaries(facts.documents[0], self.position_ids.device)
+                self._flash = packed.boundaries(facts.documents[0], self.position_ids.device)
         return self._flash
+
+    @property
+    def bundles(self):
+        """`documents` as attention runs them; made once."""
+        if self._bundles is None:
+            self._bundles = packed.bundled(self.documents, self.padded, self.position_ids.device)
+        return self._bundles
 
     def to(self, *args, **kwargs):
         """A copy with its tensors moved, as `torch.Tensor.to`; loops that move every value of a batch need it."""
@@ -121,7 +113,8 @@ class Row:
             value = getattr(self, name)
             setattr(moved, name, value if value is None else move(value))
         moved.boundaries = {name: move(value) if torch.is_tensor(value) else value for name, value in self.boundaries.items()}
-        moved._flash = None
+        # Of other tensors.
+        moved.documents = moved.build_mask = moved._flash = moved._bundles = None
         return moved
 
     def __repr__(self):
@@ -159,7 +152,7 @@ def holding(row: Row | None):
     """Make `row` the current row inside the `with` block."""
     token = hold(row)
     try:
-        yield
+        yield row
     finally:
         release(token)
 

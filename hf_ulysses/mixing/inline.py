@@ -9,9 +9,8 @@ The module's forward runs for the whole row and this rank's heads, between two e
 
 from dataclasses import dataclass
 
-import torch
-
 from ..core.all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_all
+from ..core.cut import pad
 from ..core.heads import share_heads
 from ..core.hooks import around
 
@@ -50,7 +49,9 @@ def attach(module, spec, sharded_call) -> list:
             return None
         call.attachment.scans += 1
         call.hidden_states = args[0] if args else kwargs["hidden_states"]
-        call.stand_in = _as_long(call)
+        # As long as the row, without memory.
+        B, _, size = call.hidden_states.shape
+        call.stand_in = call.hidden_states.new_zeros(()).expand(B, call.length, size)
         shares = share_heads(num_heads, num_heads, call.attachment.size)
         call.exchange = Exchange(call.attachment.group, call.attachment.rank, shares, (True,))
         mine = call.exchange.mine
@@ -88,8 +89,8 @@ def attach(module, spec, sharded_call) -> list:
         if call is None:
             return None
         out_BShE = args[0].unflatten(-1, (call.exchange.mine.num_query, -1))
-        padding = out_BShE.new_zeros(len(out_BShE), call.row.padded - call.length, *out_BShE.shape[2:])
-        return (gather_heads_scatter_seq(torch.cat([out_BShE, padding], 1), call.exchange).flatten(2), *args[1:])
+        out_BShE = pad(out_BShE, call.row.padded - call.length, 0)
+        return (gather_heads_scatter_seq(out_BShE, call.exchange).flatten(2), *args[1:])
 
     children = dict(module.named_children())
     handles = around(module, enter, leave)
@@ -98,8 +99,3 @@ def attach(module, spec, sharded_call) -> list:
     handles.append(children[spec.leaving].register_forward_pre_hook(before_leaving))
     return handles
 
-
-def _as_long(call):
-    """A tensor as long as the row, without memory."""
-    B, _, size = call.hidden_states.shape
-    return call.hidden_states.new_zeros(()).expand(B, call.length, size)

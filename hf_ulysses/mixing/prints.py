@@ -3,7 +3,7 @@
 A fingerprint is, per position along every dimension that may be the sequence, a tensor's sum and norm.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +12,7 @@ import torch
 _TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.15
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How a trial row is laid out: `length` tokens, `padded` with padding, of which `shard` are this `rank`'s; the 2-D mask."""
 
     length: int
@@ -61,11 +60,9 @@ def difference(whole, mine, layout, half) -> str | None:
         return None
     if sum(mine.shape[d] == layout.shard for d in changed) > 1:
         return f"a shard's {mine.shape} where the row has {whole.shape}"
-    if whole.counts or len(whole.shape) < 3:
-        # Counters and indices, and tokens in no order of the row's (an expert's): what comes of them is judged.
-        return None
     dims = changed or [d for d in whole.sums if whole.shape[d] == layout.length]
-    if len(dims) != 1:
+    if whole.counts or len(whole.shape) < 3 or len(dims) != 1:
+        # Counters and indices, and tokens in no order of the row's (an expert's): what comes of them is judged.
         return None
     return _of_positions(whole, mine, dims[0], layout, half)
 
@@ -98,22 +95,17 @@ def _of_positions(whole, mine, dim, layout, half):
     return f"values that differ by {float(error):.1e} relative" if error > tolerance else None
 
 
-def places(whole, mine, layout) -> dict:
-    """Path -> where a module's argument or result has the sequence (see `whole.Where`), from prints of both runs."""
-    found = {}
-    for path, value in whole.items():
-        other = mine.get(path)
-        seen = other is not None and other.shape is not None
-        if value.none and path.endswith("position_ids") and seen:
-            found[path] = "absent"
-        if value.shape is None:
-            continue
-        if path.endswith("mask") and layout.mask is not None and value.shape == tuple(layout.mask.shape):
-            found[path] = "mask"
-            continue
-        if seen and len(other.shape) == len(value.shape):
-            changed = [d for d, (a, b) in enumerate(zip(value.shape, other.shape)) if a != b and b == layout.shard]
-        else:
-            changed = [d for d, n in enumerate(value.shape) if n == layout.length]
-        found[path] = changed[0] if len(changed) == 1 else None
-    return found
+def place(path, seen, layout) -> int | str | None:
+    """Where a module's argument or result has the sequence, from its `Print` in the whole row; the same on all ranks.
+
+    Returns:
+        A dimension; "mask", the 2-D mask; "square", keys by queries; "counted", positions that the model makes by itself.
+    """
+    if seen.none:
+        return "counted" if path.endswith("position_ids") else None
+    if seen.shape is None:
+        return None
+    is_mask, dims = path.endswith("mask"), [d for d, n in enumerate(seen.shape) if n == layout.length]
+    if is_mask and layout.mask is not None and seen.shape == tuple(layout.mask.shape):
+        return "mask"
+    return dims[0] if len(dims) == 1 else "square" if is_mask and len(dims) == 2 else None

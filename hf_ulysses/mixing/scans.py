@@ -19,7 +19,9 @@ import weakref
 
 import torch
 
+from ..adapters.patching import Names
 from ..core.all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_all
+from ..core.cut import cut_tensor, pad
 from ..core.gather import gather_sequence
 from ..core.heads import share_heads
 from ..core.sequence import ROW_KEY, current_row, holding
@@ -30,49 +32,40 @@ from .specs import spec_of
 _OURS = (ROW_KEY, "shift_labels")
 _BOUNDARIES = ("seq_idx", "cu_seqlens")
 _attachments: "weakref.WeakSet" = weakref.WeakSet()
+_names = Names()
 
 
 def attach(modules, attachment) -> list:
     """Stand in front of every function with a spec that `modules` call.
 
     Args:
-        modules (`list[torch.nn.Module]`): what lies inside of the decoder.
+        modules (`list[torch.nn.Module]`): what lies inside of the decoder, itself first.
         attachment (`Attachment`): whose `group`, `rank` and `size` share the rows, and whose `scans` counts calls.
 
     Returns:
         `list` of handles, each with `remove()`.
     """
     _attachments.add(attachment)
-    places = {}
+    found = {(owner, name): spec for module in modules for owner, name, spec in _functions(module)}
+    handles = [_names.hold(owner, name, functools.partial(_wrapper, spec)) for (owner, name), spec in found.items()]
+    for handle in handles:
+        # Names in modelling files are given back when a model is dropped.
+        weakref.finalize(modules[0], handle.remove).atexit = False
     for module in modules:
-        for owner, name, spec in _functions(module):
-            places[id(owner), name] = owner, name, spec
-    handles = [_Held(*place) for place in places.values()]
-    for module in modules:
-        if (before_after := _shifting(module)) is not None:
-            handles += _around(module, *before_after)
+        handles += _around(module)
         for spec in inline.INLINE:
             if spec.fits(module):
                 handles += inline.attach(module, spec, _sharded_call)
-    if modules:
-        for handle in handles:
-            # Names in modelling files are given back when a model is dropped.
-            weakref.finalize(modules[0], handle.remove).atexit = False
     return handles
 
 
 def _functions(module):
     """(owner, name, spec) of all functions with a spec that the code of `module` can reach."""
-    for cls in type(module).__mro__:
-        source = sys.modules.get(cls.__module__)
-        if source is None or cls.__module__.split(".")[0] in ("torch", "builtins"):
-            continue
-        for name, value in list(vars(source).items()):
-            if (spec := _spec(name, value)) is not None:
-                yield source, name, spec
-    for name, value in list(vars(module).items()):
-        if not name.startswith("_") and (spec := _spec(name, value)) is not None:
-            yield module, name, spec
+    sources = [sys.modules.get(cls.__module__) for cls in type(module).__mro__ if not cls.__module__.startswith("torch.")]
+    for owner in [*filter(None, sources), module]:
+        for name, value in list(vars(owner).items()):
+            if not name.startswith("__") and (spec := _spec(name, value)) is not None:
+                yield owner, name, spec
     for name, child in module.named_children():
         if (spec := _spec(name, child)) is not None:
             # Its forward, for it may be replaced by another kernel, but not by a function.
@@ -82,65 +75,31 @@ def _functions(module):
 def _spec(name, value):
     if not callable(value) or isinstance(value, type):
         return None
-    function = _undressed(value)
-    if isinstance(function, torch.nn.Module):
-        function = function.forward
-    known_as = {name, getattr(value, "__name__", name), type(value).__name__}
-    return spec_of(known_as, _parameters(function))
-
-
-def _undressed(value):
-    while getattr(value, "_ulysses_holders", 0):
-        value = value.__wrapped__
-    return value
+    return spec_of({name, getattr(value, "__name__", name), type(value).__name__}, _parameters(value))
 
 
 def _parameters(function):
     """Names of the parameters by which a function can be told; none for one that takes `*args`."""
+    while getattr(function, "_ulysses_scan", False):
+        function = function.__wrapped__
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     except (TypeError, ValueError):
         return ()
+    parameters = signature.parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return ()
     return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 
 
-class _Held:
-    """A handle of a wrapper in the place of a function: counted, taken away by the last one."""
-
-    def __init__(self, owner, name, spec):
-        self._owner, self._name, self._there = weakref.ref(owner), name, name in vars(owner)
-        current = vars(owner).get(name, getattr(owner, name))
-        if not getattr(current, "_ulysses_holders", 0):
-            current = _wrapper(current, spec)
-            current._ulysses_there = self._there
-            vars(owner)[name] = current
-        current._ulysses_holders += 1
-        self._wrapper = weakref.ref(current)
-
-    def remove(self):
-        owner, wrapper, self._wrapper = self._owner(), self._wrapper(), lambda: None
-        if owner is None or wrapper is None:
-            return
-        wrapper._ulysses_holders -= 1
-        if not wrapper._ulysses_holders and vars(owner).get(self._name) is wrapper:
-            if wrapper._ulysses_there:
-                vars(owner)[self._name] = wrapper.__wrapped__
-            else:
-                del vars(owner)[self._name]
-
-
-def _wrapper(function, spec):
+def _wrapper(spec, function):
     def scan(*args, **kwargs):
         call = _sharded_call()
-        if call is None:
-            return function(*args, **kwargs)
-        return call.run(function, spec, args, kwargs)
+        return function(*args, **kwargs) if call is None else call.run(function, spec, args, kwargs)
 
     # A module's attributes are not a function's.
     functools.update_wrapper(scan, function, updated=())
-    scan._ulysses_holders = 0
+    scan._ulysses_scan = True
     return scan
 
 
@@ -159,28 +118,33 @@ class _Call:
         self.length = row.padded if row.boundaries else row.length
 
     def run(self, function, spec, args, kwargs):
-        names = list(_parameters(_undressed(function))) or spec.positional()
-        names += [f"argument {i}" for i in range(len(names), len(args))]
-        given = dict(zip(names, args))
-        given.update((name, value) for name, value in kwargs.items() if name not in _OURS)
-        if spec.way == "decline":
+        if spec.kind == "decline":
             return None
+        names = [*_parameters(function)] or spec.order
+        names = [*names, *(f"argument {i}" for i in range(len(names), len(args)))]
+        named = {**dict(zip(names, args)), **{name: value for name, value in kwargs.items() if name not in _OURS}}
+        # By the names that the spec has for them.
+        given = {spec.parameter(name): value for name, value in named.items()}
         if self.row.boundaries and "cu_seqlens" in given:
             given["cu_seqlens"] = self.row.boundaries["cu_seq_lens_q"]
         places = self._places(function, spec, given)
         self.attachment.scans += 1
 
         def call(changed):
-            changed = {**given, **changed}
+            values = {name: {**given, **changed}[spec.parameter(name)] for name in named}
+            in_order = [values.pop(name) for name in names[: len(args)]]
             with holding(None):
-                return function(
-                    *(changed[name] for name in names[: len(args)]),
-                    **{name: value for name, value in changed.items() if name not in names[: len(args)]},
-                )
+                return function(*in_order, **values)
 
-        if spec.way == "halo":
-            return self._with_halo(spec, given, places, call)
-        return self._by_heads(spec, given, places, call)
+        parted = any(torch.is_tensor(given.get(boundary)) for boundary in _BOUNDARIES)
+        if spec.kind == "halo" and not parted:
+            return self._with_halo(spec, given, call)
+        if spec.kind == "heads" and given[spec.heads_of].shape[spec.places[spec.heads_of].heads] >= self.attachment.size:
+            return self._by_heads(spec, given, places, call)
+        # Boundaries of documents count from the row's start; fewer heads than ranks cannot be dealt: the row on every rank.
+        output = call({name: self._whole(given[name], place.sequence) for name, place in places.items()})
+        rank, size, dim = self.attachment.rank, self.attachment.size, spec.output.sequence
+        return _first(lambda out: cut_tensor(out, rank, size, dim=dim), output)
 
     def _places(self, function, spec, given):
         """Name -> place of all tensors that must change; raises for what is not known."""
@@ -188,9 +152,7 @@ class _Call:
         for name, tensor in given.items():
             if not torch.is_tensor(tensor):
                 continue
-            place = spec.places.get(spec.parameter(name))
-            if place is not None and place.dims not in (None, tensor.dim()):
-                place = None
+            place = spec.places.get(name)
             if place is None:
                 if tensor.is_floating_point() and (self.shard in tensor.shape or "initial" in name or "state" in name):
                     raise ValueError(
@@ -208,14 +170,18 @@ class _Call:
             found[name] = place
         return found
 
+    def _whole(self, tensor, dim):
+        if dim is None:
+            return tensor
+        if tensor.shape[dim] == self.shard:
+            tensor = gather_sequence(tensor, self.attachment.group, dim)
+        return tensor.narrow(dim, 0, self.length).contiguous()
+
     # -- the positions before the shard -------------------------------------------------------------------------------
 
-    def _with_halo(self, spec, given, places, call):
-        """With boundaries of documents, which count from the row's start, it needs the row."""
-        name, weight = (next(n for n in given if spec.parameter(n) == known) for known in spec.positional()[:2])
-        if any(torch.is_tensor(given.get(boundary)) for boundary in _BOUNDARIES):
-            return self._on_the_row(spec, given, places, call)
-        width, dim = given[weight].shape[-1] - 1, places[name].sequence
+    def _with_halo(self, spec, given, call):
+        name, weight = spec.order[:2]
+        width, dim = given[weight].shape[-1] - 1, spec.places[name].sequence
         output = call({name: self.before(given[name], width, dim)})
         return _first(lambda out: out.narrow(spec.output.sequence, width, self.shard), output)
 
@@ -224,33 +190,17 @@ class _Call:
         rank, tail = self.attachment.rank, min(width, self.shard)
         # The ends of all shards: of shards no longer than what is wanted, that is all of the row.
         ends = gather_sequence(tensor.narrow(dim, tensor.shape[dim] - tail, tail), self.attachment.group, dim)
-        there = min(rank * tail, width)
-        before = _padded(ends.narrow(dim, rank * tail - there, there), dim, width, front=True)
+        behind = [0, 0] * (tensor.dim() - 1 - dim)
+        before = torch.nn.functional.pad(ends, [*behind, width, 0]).narrow(dim, rank * tail, width)
         # Kernels that want channels last get them so if they were.
         inner = 1 if tensor.stride(dim) != 1 else dim
         return torch.cat([before.movedim(dim, inner), tensor.movedim(dim, inner)], inner).movedim(inner, dim)
-
-    def _on_the_row(self, spec, given, places, call):
-        """All of the row and all heads, on every rank."""
-        output = call({name: self._whole(given[name], place.sequence) for name, place in places.items()})
-        start, dim = self.attachment.rank * self.shard, spec.output.sequence
-        return _first(lambda out: _padded(out, dim, self.row.padded).narrow(dim, start, self.shard), output)
-
-    def _whole(self, tensor, dim):
-        if dim is None:
-            return tensor
-        if tensor.shape[dim] == self.shard:
-            tensor = gather_sequence(tensor, self.attachment.group, dim)
-        return tensor.narrow(dim, 0, self.length).contiguous()
 
     # -- the heads of this rank ---------------------------------------------------------------------------------------
 
     def _by_heads(self, spec, given, places, call):
         attachment, row = self.attachment, self.row
-        counted = next(n for n in given if spec.parameter(n) == spec.heads_of)
-        num_heads = given[counted].shape[places[counted].heads]
-        if num_heads < attachment.size:
-            return self._on_the_row(spec, given, places, call)
+        num_heads = given[spec.heads_of].shape[places[spec.heads_of].heads]
         travel = [name for name, place in places.items() if place.sequence is not None and place.heads is not None]
         counts = {given[name].shape[places[name].heads] for name in travel} | {num_heads}
         if len(counts) > 2:
@@ -276,7 +226,8 @@ class _Call:
         exchange = Exchange(attachment.group, attachment.rank, shares)
 
         def back(out):
-            out_BhSE = _canonical(_padded(out, spec.output.sequence, row.padded), spec.output)
+            dim = spec.output.sequence
+            out_BhSE = _canonical(pad(out, row.padded - out.shape[dim], 0, dim), spec.output)
             out_BHsE = gather_heads_scatter_seq(out_BhSE.transpose(1, 2), exchange).transpose(1, 2)
             return _restored(out_BHsE, spec.output, out.shape)
 
@@ -310,30 +261,20 @@ def _restored(tensor, place, shape):
     return tensor.movedim((1, 2), (place.heads, place.sequence))
 
 
-def _padded(tensor, dim, length, front=False):
-    shape = list(tensor.shape)
-    shape[dim] = length - shape[dim]
-    if not shape[dim]:
-        return tensor
-    parts = [tensor, tensor.new_zeros(shape)]
-    return torch.cat(parts[::-1] if front else parts, dim)
-
-
 # -- modules without a function ---------------------------------------------------------------------------------------
 
 
-def _shifting(module):
-    """(dimension, width) of a module that gives each position something of the `width` positions before it."""
+def _around(module) -> list:
+    """Handles of hooks around a module that gives each position something of the `width` positions before it."""
     if isinstance(module, torch.nn.Conv1d) and module.stride == (1,) and module.padding_mode == "zeros":
         # It pads both ends and leaves cutting the second to its caller.
-        width = module.dilation[0] * (module.kernel_size[0] - 1)
-        return (-1, width) if width and module.padding == (width,) else None
-    if isinstance(module, torch.nn.ZeroPad2d) and tuple(module.padding) == (0, 0, 1, -1):
-        return (-2, 1)
-    return None
+        dim, width = -1, module.dilation[0] * (module.kernel_size[0] - 1)
+        width = width if module.padding == (width,) else 0
+    else:
+        dim, width = -2, int(isinstance(module, torch.nn.ZeroPad2d) and tuple(module.padding) == (0, 0, 1, -1))
+    if not width:
+        return []
 
-
-def _around(module, dim, width):
     def before(module, args):
         call = _sharded_call()
         return None if call is None else (call.before(args[0], width, dim % args[0].dim()), *args[1:])

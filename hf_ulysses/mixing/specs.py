@@ -6,110 +6,98 @@ of names, "query|q". A new function: a line here and one in tests/distributed/te
 """
 
 import re
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Place:
-    """Dimensions of a tensor: where it has the sequence, where the heads; `None`: not at all. `dims`: how many, if it matters."""
+class Place(NamedTuple):
+    """Dimensions of a tensor: where it has the sequence, where the heads; `None`: not at all."""
 
-    sequence: int | None
+    sequence: int | None = None
     heads: int | None = None
-    dims: int | None = None
 
 
-@dataclass(frozen=True)
+def _place(layout):
+    return Place(*(layout.index(letter) if letter in layout else None for letter in "SH"))
+
+
 class Spec:
     """How one function is split over ranks.
 
     Args:
         names (`str`): a regular expression of the names it goes by.
-        order (`str`): its leading parameters, in order; for wrappers that hide them. The first is required.
-        places (`dict`): parameter -> `Place`. Tensors with fewer heads than `heads_of` has share them (GQA, Mamba 2's groups).
-        output (`Place`): of the first tensor it returns.
-        heads_of (`str`): the argument whose heads are counted; "" where positions before the shard are all it needs.
-        way (`str`): "heads", "halo", or "decline": it returns `None`, as kernels that are not installed do.
+        arguments (`str`): its leading parameters in order, behind `*` those that are given by name, each with the layout of
+            its first dimensions: S sequence, H heads or channels. One without is no tensor, or one that is refused.
+            Tensors with fewer heads than `heads_of` has share them (GQA, Mamba 2's groups).
+        output (`str`): the layout of the first tensor it returns.
+        heads_of (`str`): the argument whose heads are counted.
+        kind (`str`): "heads"; "halo": positions before the shard are all it needs; "decline": it returns `None`, as kernels that
+            are not installed do.
     """
 
-    names: str
-    order: str
-    places: dict = field(default_factory=dict)
-    output: Place | None = None
-    heads_of: str = ""
-    way: str = "heads"
+    def __init__(self, names, arguments, output="BSH", heads_of="", kind="heads"):
+        self.names, self.output, self.heads_of, self.kind = names, _place(output), heads_of, kind
+        self.order, self.places, self._aliases = [], {}, {}
+        leading, _, named = arguments.partition(" * ")
+        for word in [*leading.split(), *named.split()]:
+            known, _, layout = word.partition(":")
+            name = known.split("|")[0]
+            self._aliases.update(dict.fromkeys(known.split("|"), name))
+            if layout:
+                self.places[name] = _place(layout)
+            if len(self.order) < len(leading.split()):
+                self.order.append(name)
 
     def parameter(self, name):
         """The name by which `places` knows a parameter, or the name itself."""
-        return next((known.split("|")[0] for known in self.order.split() if name in known.split("|")), name)
-
-    def positional(self):
-        return [known.split("|")[0] for known in self.order.split()]
+        return self._aliases.get(name, name)
 
     def takes(self, parameters):
         """Whether a function with these parameters is meant; `()`: a wrapper that hides them."""
-        if not parameters:
-            return True
-        known = [self.parameter(name) for name in parameters]
-        return known[: len(self.required)] == self.required
-
-    @property
-    def required(self):
-        return self.positional()[: 1 if self.way == "decline" else 2 if self.way == "halo" else 4]
+        required = self.order[: {"heads": 4, "halo": 2, "decline": 1}[self.kind]]
+        return not parameters or [self.parameter(name) for name in parameters][: len(required)] == required
 
 
-# Batch, sequence, heads, size; the same without a size; a parameter of each head.
-_BSHD, _BSH, _H = Place(1, 2), Place(1, 2), Place(None, 0)
-_BHSD, _BDS, _BNS = Place(2, 1), Place(2, 1), Place(2, dims=3)
-_SEQ = {"seq_idx": Place(1)}
-_DELTA = {"query": _BSHD, "key": _BSHD, "value": _BSHD, "g": _BSH, "beta": _BSH, "A_log": _H, "dt_bias": _H, "g_gamma": _H}
+_GATES = " * A_log:H dt_bias:H g_gamma:H"
 
 SPECS = (
-    Spec(
-        r"causal_conv1d_fn", "hidden_states|x weight bias",
-        {"hidden_states": _BNS, "weight": _H, "bias": _H, **_SEQ}, _BNS, way="halo",
-    ),
+    Spec(r"causal_conv1d_fn", "hidden_states|x:BHS weight:H bias:H * seq_idx:BS", "BHS", kind="halo"),
     Spec(
         r"(torch_)?(chunk|(fused_)?recurrent)_(gated_)?delta_rule|(chunk|(fused_)?recurrent)_(kda|kimi_delta_attention)",
-        "query|q key|k value|v g beta", _DELTA, _BSHD, "value",
+        "query|q:BSH key|k:BSH value|v:BSH g:BSH beta:BSH" + _GATES,
+        heads_of="value",
     ),
     Spec(
-        r"(chunk|fused_recurrent)_(simple_gla|gla|retention|linear_attn)", "query|q key|k value|v g|gk",
-        _DELTA, _BSHD, "value",
+        r"(chunk|fused_recurrent)_(simple_gla|gla|retention|linear_attn)",
+        "query|q:BSH key|k:BSH value|v:BSH g|gk:BSH" + _GATES,
+        heads_of="value",
     ),
     Spec(
-        r"mamba_selective_scan|selective_scan_fn", "hidden_states|u dt|delta A B C D z delta_bias delta_softplus",
-        {"hidden_states": _BDS, "dt": _BDS, "A": _H, "B": _BNS, "C": _BNS, "D": _H, "z": _BDS, "delta_bias": _H},
-        _BDS, "hidden_states",
+        r"mamba_selective_scan|selective_scan_fn",
+        "hidden_states|u:BHS dt|delta:BHS A:H B:BNS C:BNS D:H z:BHS delta_bias:H delta_softplus",
+        "BHS",
+        heads_of="hidden_states",
     ),
     Spec(
-        r"mamba2_chunk_scan|mamba_chunk_scan_combined", "hidden_states|x dt A B C chunk_size D z dt_bias initial_states",
-        {"hidden_states": _BSHD, "dt": _BSH, "A": _H, "B": _BSHD, "C": _BSHD, "D": _H, "z": _BSHD, "dt_bias": _H, **_SEQ},
-        _BSHD, "hidden_states",
+        r"mamba2_chunk_scan|mamba_chunk_scan_combined",
+        "hidden_states|x:BSH dt:BSH A:H B:BSH C:BSH chunk_size D:H z:BSH dt_bias:H initial_states * seq_idx:BS",
+        heads_of="hidden_states",
     ),
     Spec(
-        r"(lightning_attention|lightning_attn_func|lightning_attn\w*)", "query|q key|k value|v slope_rate|s|slopes",
-        {"query": _BHSD, "key": _BHSD, "value": _BHSD, "slope_rate": _H}, _BHSD, "value",
+        r"lightning_attention|lightning_attn\w*",
+        "query|q:BHS key|k:BHS value|v:BHS slope_rate|s|slopes:H",
+        "BHS",
+        heads_of="value",
     ),
-    Spec(
-        r"rwkv_linear_attention(_cpu)?", "time_decay time_first key value",
-        {"time_decay": _H, "time_first": _H, "key": _BSH, "value": _BSH}, _BSH, "value",
-    ),
-    Spec(
-        r"(chunk|fused_recurrent)_rwkv6", "r|q k v w u",
-        {"r": _BSHD, "k": _BSHD, "v": _BSHD, "w": _BSHD, "u": _H}, _BSHD, "v",
-    ),
-    Spec(
-        r"mlstm_backend", "query|q key|k value|v igate|i fgate|f",
-        {"query": _BHSD, "key": _BHSD, "value": _BHSD, "igate": Place(2, 1), "fgate": Place(2, 1)}, _BHSD, "value",
-    ),
+    Spec(r"rwkv_linear_attention(_cpu)?", "time_decay:H time_first:H key:BSH value:BSH", heads_of="value"),
+    Spec(r"(chunk|fused_recurrent)_rwkv6", "r|q:BSH k:BSH v:BSH w:BSH u:H", heads_of="v"),
+    Spec(r"mlstm_backend", "query|q:BHS key|k:BHS value|v:BHS igate|i:BHS fgate|f:BHS", "BHS", heads_of="value"),
     # Everything in one kernel, projections included: what they do without it can be split.
-    Spec(r"mamba2?_split_conv1d_scan_combined", "zxbcdt", way="decline"),
-    Spec(r"mamba_inner_fn", "xz", way="decline"),
-)  # fmt: skip
+    Spec(r"mamba2?_split_conv1d_scan_combined", "zxbcdt", kind="decline"),
+    Spec(r"mamba_inner_fn", "xz", kind="decline"),
+)
 
 
 def spec_of(names, parameters):
     """The spec of a function known by one of `names` with these parameters, or `None`."""
-    return next(
-        (spec for spec in SPECS if any(re.fullmatch(spec.names, n) for n in names) and spec.takes(parameters)), None
-    )
+    fitting = (spec for spec in SPECS if any(re.fullmatch(spec.names, n) for n in names) and spec.takes(parameters))
+    return next(fitting, None)

@@ -8,9 +8,9 @@ import torch.distributed as dist
 import hf_ulysses
 from hf_ulysses.mixing import locate
 
-from ..models import batch_of, build
+from ..models import batch_of, build, packed_positions, padded
 from ..tiny_models import tiny_config, tiny_model
-from .steps import assert_same, sharded, whole_step
+from .steps import assert_same, sharded, whole, whole_step
 
 
 class RaisesOnOneRank(torch.nn.Module):
@@ -40,6 +40,35 @@ def test_nobody_waits_for_a_rank_that_goes_another_way(ranks):
     for step, gathered in ranks(2).run(parted, batch_of(1, 33), timeout=30):
         assert_same(step, reference)
         assert gathered == ["model.layers.0.mlp"]
+
+
+class Maskless(torch.nn.Module):
+    """An attention layer that sees padding and other documents on purpose, beside layers that do not."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states, attention_mask=None, **kwargs):
+        return self.inner(hidden_states, attention_mask=None, **kwargs)
+
+
+def maskless(batch, attached):
+    model = build()
+    model.model.layers[0].self_attn = Maskless(model.model.layers[0].self_attn)
+    if not attached:
+        return whole(model, batch)
+    with hf_ulysses.attach(model) as sp:
+        step = sharded(model, batch, sp)
+        assert "model.layers.0.self_attn.inner" in sp.gathered
+    return step
+
+
+@pytest.mark.parametrize("batch", [padded(batch_of(2, 34), real=[20, 34], side="left"), batch_of(1, 41, position_ids=packed_positions(13, 9, 19))], ids=["padded", "packed"])
+def test_a_layer_without_a_mask_among_others(ranks, batch):
+    """Under sdpa documents have no masks, so that attention cannot tell; the padded row of the trial does."""
+    reference = ranks(1).run(maskless, batch, False)[0]
+    assert_same(ranks(2).run(maskless, batch, True), reference)
 
 
 # -- errors that are nobody's doing -----------------------------------------------------------------------------------

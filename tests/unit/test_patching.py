@@ -90,15 +90,15 @@ def test_names_are_counted(library):
     held = library.function
     second = names.hold(library, "function", lambda f: pytest.fail("wrapped twice"))
     assert library.function is held
-    names.release(first)
+    first.remove()
     assert library.function is held
-    names.release(second)
+    second.remove()
     assert library.function is function
 
 
 def test_names_leave_someone_elses_patch_alone(library):
     names = Names()
-    key = names.hold(library, "function", lambda f: lambda x: f(x))
+    held = names.hold(library, "function", lambda f: lambda x: f(x))
     library.function = theirs = lambda x: None
-    names.release(key)
+    held.remove()
     assert library.function is theirs

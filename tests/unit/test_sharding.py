@@ -122,12 +122,6 @@ def test_several_rows_of_positions_per_token():
     assert shards[1]["position_ids"].shape == (3, 2, 3)
 
 
-def test_the_padding_does_not_raise_the_rows_largest_position():
-    row = all_shards(full_batch(2, 5, position_ids=torch.tensor([[3, 4, 5, 6, 7], [0, 1, 2, 3, 4]])), 4)[0][ROW_KEY]
-    assert row.rotary_position_ids.tolist() == [[3, 4, 5, 6, 7, 7, 7, 7], [0, 1, 2, 3, 4, 4, 4, 4]]
-    assert torch.equal(all_shards(full_batch(1, 8), 4)[0][ROW_KEY].rotary_position_ids, torch.arange(8)[None])
-
-
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_boundaries_are_the_full_rows(as_tensor):
     cu_seq_lens = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -199,7 +193,6 @@ ERRORS = {
     "not a mapping": ((torch.ones(1, 4),), "not tuple"),
     "images": (full_batch(1, 4, pixel_values=torch.ones(1, 3, 2, 2)), "'pixel_values' holds images or audio, which"),
     "audio": (full_batch(1, 4, input_features=torch.ones(1, 4)), "'input_features' holds images or audio, which"),
-    "encoder-decoder": (full_batch(1, 4, decoder_input_ids=torch.ones(1, 4)), "'decoder_input_ids'.*encoder-decoder"),
     "4-D mask": (full_batch(1, 4, attention_mask=torch.ones(1, 1, 4, 4)), r"\(1, 1, 4, 4\).*2-D padding mask"),
     "labels per row": ({"input_ids": torch.ones(2, 4), "labels": torch.ones(2)}, r"labels of shape \(2,\)"),
     "labels of another length": (

@@ -27,7 +27,7 @@ def checkpointed(model_type, attached, reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-@pytest.mark.parametrize("model_type", ["bloom", "gpt_neo", "falcon", "deepseek_v32", "jamba", "nemotron_h"])
+@pytest.mark.parametrize("model_type", ["gpt_neo", "falcon", "deepseek_v32", "jamba", "nemotron_h"])
 def test_recomputation_has_its_row(ranks, model_type, reentrant):
     reference = ranks(1).run(checkpointed, model_type, False, reentrant)[0]
     assert_same(ranks(2).run(checkpointed, model_type, True, reentrant), reference, tolerance=5e-5)
