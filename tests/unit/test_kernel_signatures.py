@@ -54,13 +54,13 @@ DECLINED = {"mamba_split_conv1d_scan_combined": "zxbcdt conv1d_weight", "mamba_i
 def test_what_is_declared_is_what_kernels_take(name):
     tensors, others = (part.split() for part in DECLARED[name])
     spec = spec_of({name}, tuple(tensors + others))
-    assert spec is not None and spec.way in ("heads", "halo")
+    assert spec is not None and spec.kind in ("heads", "halo")
     places = {spec.parameter(parameter) for parameter in tensors}
     assert places <= set(spec.places), places - set(spec.places)
     assert not {spec.parameter(parameter) for parameter in others} & set(spec.places)
     # Given by place, behind a wrapper that hides the names, the first ones are the same.
     given = [spec.parameter(parameter) for parameter in tensors]
-    assert spec.positional()[: len(spec.required)] == given[: len(spec.required)]
+    assert spec.takes(tuple(given)) and spec.order[:2] == given[:2]
     assert spec_of({name}, ()) is spec
 
 
@@ -78,7 +78,7 @@ def test_kernels_without_a_gate_are_nobodys_spec(name):
 
 @pytest.mark.parametrize("name", DECLINED)
 def test_kernels_that_hold_everything_are_declined(name):
-    assert spec_of({name}, tuple(DECLINED[name].split())).way == "decline"
+    assert spec_of({name}, tuple(DECLINED[name].split())).kind == "decline"
 
 
 def test_every_kernel_spec_is_here():
