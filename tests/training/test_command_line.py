@@ -67,7 +67,7 @@ def test_script_under_torchrun(ranks, tmp_path):
         result = json.loads(path.read_text())
         assert result["loss"] == pytest.approx(expected["loss"], rel=2e-5)
         assert result["exchanges"] > 0
-    layout = [line for line in done.stdout.splitlines() if line.startswith("hf_ulysses:")]
+    layout = [line for line in done.stdout.splitlines() if line.startswith("hf_ulysses: sequence parallelism on")]
     assert len(layout) == 1, done.stdout[-3000:]
     for part in ("dp_replicate 1 x dp_shard 1 x sp 2 = 2 ranks", "DDP", "attention sdpa", "multiple of 2"):
         assert part in layout[0]
