@@ -114,11 +114,13 @@ class Names:
 
     def hold(self, owner, name: str, wrap: Callable) -> "Hold":
         """Replace `owner.name` by `wrap(original)`, unless it is held already. Returns a handle with `remove()`."""
-        if (owner, name) not in self._held:
+        held = self._held.setdefault((owner, name), [0, None, None])
+        # Or somebody has replaced it since.
+        if not held[0] or vars(owner).get(name) is not held[2]:
             original, replacement = vars(owner).get(name, _ABSENT), wrap(getattr(owner, name))
             setattr(owner, name, replacement)
-            self._held[owner, name] = [0, original, replacement]
-        self._held[owner, name][0] += 1
+            held[1:] = original, replacement
+        held[0] += 1
         return Hold(self._held, (owner, name))
 
 

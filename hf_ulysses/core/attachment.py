@@ -109,7 +109,7 @@ class Attachment:
                 self._handles += run_rotary_whole(module, self)
         for module in called_by(decoder):
             self._handles += around(module, self.entrance.streams.begin, self.entrance.streams.end)
-        self._handles += scans.attach(list(decoder.modules()), self)
+        self._handles += scans.attach(list(decoder.modules()))
         for source in _modelling_modules([model, *decoder.modules()]):
             for name, wrap in _replacements(source):
                 self._held.append(_names.hold(source, name, wrap))

@@ -55,4 +55,4 @@ def _gather(gates, row):
     """`(B * s, experts)` per layer -> `(B * S, experts)`, in one collective."""
     batch_size = row.position_ids.shape[-2]
     shards = torch.stack([gate.to(gates[0].device).reshape(batch_size, -1, gate.shape[-1]) for gate in gates])
-    return gather_sequence(shards, row.group, dim=2, length=row.length).flatten(1, 2).unbind()
+    return gather_sequence(shards, row.attachment.group, dim=2, length=row.length).flatten(1, 2).unbind()

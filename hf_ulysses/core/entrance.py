@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .cut import BOUNDARY_KEYS, checksum, cut
 from .gather import gather_sequence, with_whole_gradient
@@ -103,7 +102,7 @@ class Entrance:
             part, row = arguments, forward.given
             if row.attention_mask is None and "attention_mask" in part:
                 part["attention_mask"] = None  # `shard` added it for those who count tokens.
-        row.group, row.share = attachment.group, attachment.share_of_auxiliary(forward)
+        row.attachment, row.share = attachment, attachment.share_of_auxiliary(forward)
         if forward.length not in (None, row.length) and forward.exit != "hidden":
             raise ValueError(
                 f"{type(module).__name__} was given rows of {row.length} tokens for labels of {forward.length}: virtual "
@@ -168,7 +167,7 @@ def _noise_of_the_row(decoder, row):
     alpha = getattr(embeddings, "neftune_noise_alpha", None)
     if alpha is None:
         return None
-    shard = row.padded // dist.get_world_size(row.group)
+    shard = row.padded // row.attachment.size
     embeddings.neftune_noise_alpha = alpha * (shard / row.length) ** 0.5
     return embeddings, alpha
 

@@ -32,8 +32,8 @@ class Row:
             gave none: then documents are told apart by `position_ids`.
         boundaries (`dict`): `cu_seq_lens_q/k` and `max_length_q/k` of the full row, where the user gave them.
         checksum (`torch.Tensor`): of shape `()`, int64; equal on two ranks that read the same row.
-        group (`torch.distributed.ProcessGroup`), share (`float`): set when a forward begins: whose ranks share the row, and
-            what part of an auxiliary loss of the whole row is a rank's (balance.py).
+        attachment (`Attachment`), share (`float`): set when a decoder begins: whose ranks share the row, and what part of an
+            auxiliary loss of the whole row is a rank's (balance.py).
         positions_given (`bool`): whether the user gave `position_ids`; else they were counted, as most models count.
         documents (`list`), build_mask (`Callable`): set by a mask builder where attention without a mask runs document by
             document (packed.py): those of every batch row, and what makes the whole mask after all.
@@ -41,14 +41,14 @@ class Row:
 
     __slots__ = (
         *("length", "padded", "position_ids", "attention_mask", "boundaries", "checksum", "positions_given"),
-        *("group", "share", "shift_labels", "documents", "build_mask", "_bundles", "_flash", "_facts"),
+        *("attachment", "share", "shift_labels", "documents", "build_mask", "_bundles", "_flash", "_facts"),
     )
 
     def __init__(self, length, padded, position_ids, attention_mask, boundaries, checksum, positions_given=True):
         self.length, self.padded = length, padded
         self.position_ids, self.attention_mask, self.boundaries = position_ids, attention_mask, boundaries
         self.checksum, self.positions_given = checksum, positions_given
-        self.group, self.share, self.shift_labels = None, 1.0, None
+        self.attachment, self.share, self.shift_labels = None, 1.0, None
         self.documents = self.build_mask = self._bundles = self._flash = self._facts = None
 
     @property

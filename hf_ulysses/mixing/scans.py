@@ -31,21 +31,18 @@ from .specs import spec_of
 # What `shard` adds, and models hand on to whoever takes keyword arguments.
 _OURS = (ROW_KEY, "shift_labels")
 _BOUNDARIES = ("seq_idx", "cu_seqlens")
-_attachments: "weakref.WeakSet" = weakref.WeakSet()
 _names = Names()
 
 
-def attach(modules, attachment) -> list:
+def attach(modules) -> list:
     """Stand in front of every function with a spec that `modules` call.
 
     Args:
         modules (`list[torch.nn.Module]`): what lies inside of the decoder, itself first.
-        attachment (`Attachment`): whose `group`, `rank` and `size` share the rows, and whose `scans` counts calls.
 
     Returns:
         `list` of handles, each with `remove()`.
     """
-    _attachments.add(attachment)
     found = {(owner, name): spec for module in modules for owner, name, spec in _functions(module)}
     handles = [_names.hold(owner, name, functools.partial(_wrapper, spec)) for (owner, name), spec in found.items()]
     for handle in handles:
@@ -105,8 +102,7 @@ def _wrapper(spec, function):
 
 def _sharded_call():
     row = current_row()
-    attachment = None if row is None else next((a for a in _attachments if a.group is row.group), None)
-    return None if attachment is None else _Call(attachment, row)
+    return None if row is None or row.attachment is None else _Call(row.attachment, row)
 
 
 class _Call:

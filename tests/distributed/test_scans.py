@@ -110,7 +110,7 @@ class Attached:
 def row_of(attached, length=LENGTH, boundaries=None):
     padded = -(-length // attached.size) * attached.size
     row = Row(length, padded, torch.arange(padded)[None], None, boundaries or {}, None)
-    row.group = attached.group
+    row.attachment = attached
     return row
 
 
@@ -139,7 +139,7 @@ def in_shards(case, wrapped_module=False):
         setattr(module, name, spied)
     before = dict(vars(module))
     spec = spec_of({name}, ())
-    handles = scans.attach([module], attached)
+    handles = scans.attach([module])
     assert len(handles) == 1
     places = {n: spec.places.get(n, Place(None)) for n in FUNCTIONS[case][2]}
     inputs = {
@@ -218,7 +218,7 @@ def module_with(name, function):
 def call(name, function, *args, length=16, boundaries=None, **kwargs):
     attached = Attached()
     module = module_with(name, function)
-    scans.attach([module], attached)
+    scans.attach([module])
     with holding(row_of(attached, length, boundaries)):
         return getattr(module, name)(*args, **kwargs)
 
@@ -282,7 +282,7 @@ def declined():
 
     assert call("mamba_split_conv1d_scan_combined", fused, torch.ones(1, 8, 2), None) is None
     module, attached = module_with("causal_conv1d_fn", lambda x, weight: x), Attached()
-    scans.attach([module], attached)
+    scans.attach([module])
     x = torch.ones(1, 2, 8)
     assert module.causal_conv1d_fn(x, torch.ones(2, 4)) is x, "outside of a sharded forward"
     with holding(row_of(attached)), holding(None):
@@ -303,7 +303,7 @@ def convolutions():
         for p in conv.parameters():
             p.copy_(torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view(p.shape))
     expected = conv(x)[..., :7]
-    scans.attach([conv], attached)
+    scans.attach([conv])
     row = row_of(attached, 7)
     part = shard(x, -1, row, attached)
     with holding(row):

@@ -32,8 +32,10 @@ Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for r
 sys.stdout.flush()
 import os; os._exit(0)  # gloo aborts at exit now and then
 """
-# Each shard shifts its own labels: the target behind the cut is lost.
+# Each shard shifts its own labels: the target behind the cut is lost. The trial would find out, and have the head see whole rows.
 SHIFTED_AFTER_THE_CUT = """
+import os
+os.environ["HF_ULYSSES_TRIAL"] = "0"
 from hf_ulysses.core import exits
 cut, shift = exits.cut_tensor, exits.shifted
 exits.shifted = lambda labels: labels
