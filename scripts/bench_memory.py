@@ -1,15 +1,18 @@
-"""What each memory switch adds to the time of a training step, beside gradient checkpointing alone, in one run.
+"""What each memory switch costs in time, and what it adds in length: the tables of docs/memory.md.
 
-    python scripts/bench_memory.py [LENGTH]      one process, CPU or GPU
+    python scripts/bench_memory.py [LENGTH]             seconds of a training step, beside gradient checkpointing alone
+    python scripts/bench_memory.py --plan CONFIG.json   GiB per GPU and longest row of a model, switches added one by one
 """
 
 import sys
 import time
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_ulysses.memory import Settings, switch_on
+from hf_ulysses.planner.plan import Planner, Setup
+from hf_ulysses.planner.step import Step
 
 ALL = dict(tiled_loss=8, tiled_mlp=8, tiled_norms=8, offload_checkpoints=True)
 
@@ -45,5 +48,17 @@ def main(length=4096):
         print(f"{'+'.join(settings) if len(settings) == 1 else 'all of them':<31} {seconds:6.2f} s  {seconds / plain:.2f}x")
 
 
+def plan(config, length=1_000_000):
+    """On 8 GPUs of 80 GB, ZeRO-3, optimizer and 1.5 TiB in CPU memory."""
+    planner, on = Planner(AutoConfig.from_pretrained(config)), {}
+    print(f"| switched on | GiB per GPU, {length:,} tokens | longest row |\n| --- | --- | --- |")
+    added = dict(tiled_loss=True, offload_checkpoints=True, tiled_norms=True, tiled_mlp=True, head_chunks=4)
+    for name, value in {"": None, **added}.items():
+        on |= {name: value} if name else {}
+        setup = Setup(8, Step(length, 8, memory=Settings(**on)), offload_optimizer=True, host_memory_gib=1536)
+        peak, longest = planner.plan(setup).peak_memory_gib, planner.longest(setup).max_seq_length
+        print(f"| {f'+ `{name}`' if name else 'gradient checkpointing alone'} | {peak:.1f} | {longest:,} |", flush=True)
+
+
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    plan(sys.argv[2]) if sys.argv[1:2] == ["--plan"] else main(*map(int, sys.argv[1:]))

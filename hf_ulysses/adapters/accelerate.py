@@ -14,7 +14,6 @@ from contextvars import ContextVar
 import torch
 
 from ..core.attachment import Attachment, attach, attachment_of
-from ..memory import switch_on
 from .config import StateView, requested, upstream_backends
 from .replicas import Replicas, sp_group, view_of
 from ..core.cut import shard_batch
@@ -31,14 +30,8 @@ def attach_model(accelerator, model) -> Attachment:
     view = view_of(accelerator)
     if view.attention_to_set is not None and hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation(view.attention_to_set)
-    attachment = attach(
-        model, sp_group(accelerator), seq_length=view.seq_length, trial=view.trial, under_engine=True
-    )
-    try:
-        attachment.undo(switch_on(model, view.memory_settings, attachment))
-    except ValueError:
-        attachment.detach()
-        raise
+    options = dict(seq_length=view.seq_length, trial=view.trial, memory=view.memory_settings)
+    attachment = attach(model, sp_group(accelerator), under_engine=True, **options)
     if accelerator.is_main_process:
         _say_once(accelerator, model)
         attachment.tell = functools.partial(_say_exit, attachment)

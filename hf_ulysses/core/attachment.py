@@ -358,7 +358,7 @@ def detach_all() -> None:
         attachment.detach()
 
 
-def attach(model, group=None, *, seq_length=None, trial=True, under_engine=False) -> Attachment:
+def attach(model, group=None, *, seq_length=None, trial=True, under_engine=False, memory=None) -> Attachment:
     """Attach sequence parallelism to `model`. Not collective, but every rank of `group` must do it.
 
     Args:
@@ -369,6 +369,7 @@ def attach(model, group=None, *, seq_length=None, trial=True, under_engine=False
             whole. Without, all that mixes positions has to be attention or a declared scan.
         under_engine (`bool`, *optional*, defaults to `False`): all ranks of the world train this model together, so that
             what is collective at the start is so over all of them.
+        memory (`dict` or `"max"`, *optional*): the memory switches (`hf_ulysses.memory.Settings`), until `detach()`.
 
     Returns:
         `Attachment`
@@ -387,7 +388,16 @@ def attach(model, group=None, *, seq_length=None, trial=True, under_engine=False
         if attachment_of(module) is not None:
             raise ValueError(f"{type(module).__name__} is attached already: detach() it first.")
     support.check_model(model, dist.get_world_size(group))
-    return Attachment(model, group, seq_length, trial, under_engine)
+    attachment = Attachment(model, group, seq_length, trial, under_engine)
+    if memory is not None:
+        from ..memory import switch_on
+
+        try:
+            attachment.undo(switch_on(model, memory, attachment))
+        except ValueError:
+            attachment.detach()
+            raise
+    return attachment
 
 
 class _Registry:

@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 __all__ = ["Settings", "switch_on"]
 
 
-def switch_on(model, settings: Settings, attachment=None) -> list:
+def switch_on(model, settings: Settings | dict | str, attachment=None) -> list:
     """Switch on what `settings` asks for. No communication; every rank must do it, with the same settings.
 
     Args:
         model (`torch.nn.Module`): the model that is trained, before or after an engine took it; any sp_size.
-        settings (`Settings`): see there.
+        settings (`Settings`, `dict` or `"max"`): see there; a dict has its fields.
         attachment (`Attachment`, *optional*): the model's; without one `head_chunks` has nothing to do, because nothing is
             exchanged.
 
@@ -38,6 +38,8 @@ def switch_on(model, settings: Settings, attachment=None) -> list:
     """
     from . import heads, loss, offload, per_position
 
+    if not isinstance(settings, Settings):
+        settings = Settings(**(settings if isinstance(settings, dict) else {"memory": settings}))
     settings = settings.resolved()
     handles = []
     if settings.tiled_mlp:

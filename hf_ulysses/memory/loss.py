@@ -57,11 +57,15 @@ def tile_loss(model, tiles, attachment=None) -> list:
     head = next((module for module in model.modules() if _is_head(module)), None)
     if head is None:
         if tiles == "auto":
+            logger.info("tiled_loss: no language model head in %s; nothing is tiled.", type(model).__name__)
             return []
         raise ValueError(
             f"tiled_loss found no language model head in {type(model).__name__}: a module with output embeddings that takes "
             "labels and has a loss function. Set tiled_loss=False."
         )
+    if str(getattr(vars(head).get("forward", type(head).forward), "__module__", "")).startswith("liger_kernel"):
+        logger.info("tiled_loss: the loss of %s is Liger's, which is fused with the head, and stays as it is.", type(head).__name__)
+        return []
     return [_TiledHead(head, tiles, model, attachment)]
 
 
@@ -148,6 +152,11 @@ class _TiledHead:
         row = _Row(self, given)
         with _instead(self.head, row.name, row.decoder, row.loss), row.in_output_embedding():
             output = self.whole(**given)
+        if row.total is None and self.tiles != "auto":
+            raise ValueError(
+                f"tiled_loss={self.tiles}: {type(self.head).__name__} has computed its loss without giving all of its hidden states "
+                "to its output embedding, so that there is nothing to cut into tiles. Set tiled_loss=False."
+            )
         if row.total is not None and row.read:
             output.logits = None
             OrderedDict.pop(output, "logits", None)

@@ -32,7 +32,8 @@ def tile_mlps(model, tiles: int) -> list:
 
 
 def tile_norms(model, tiles: int) -> list:
-    """Run every norm that is made of single operations in `tiles` tiles. Returns handles; none where norms are fused."""
+    """Run every norm that is made of single operations in `tiles` tiles. Returns handles; none where all are
+    fused. Raises `ValueError` where there is no norm at all."""
     return _tile(model, tiles, "tiled_norms", "norm", _is_norm)
 
 
@@ -40,11 +41,13 @@ def _tile(model, tiles, switch, kind, fits):
     found = [module for module in decoder_of(model).modules() if fits(module)]
     # The innermost: a block's experts and shared MLP, not the block around its router.
     found = [module for module in found if not any(inner in found for inner in list(module.modules())[1:])]
-    if not found and kind == "MLP":
-        raise ValueError(
-            f"{switch} found no MLP in {type(model).__name__}: a module that takes one tensor and has two linear maps or "
-            f"more, or experts. Models whose layers hold these maps themselves are not supported: set {switch}=False."
-        )
+    if not found and not (kind == "norm" and any(map(_is_any_norm, decoder_of(model).modules()))):
+        shape = {
+            "MLP": "takes one tensor and has two linear maps or more, or experts. Models whose layers hold these maps themselves "
+            "are not supported",
+            "norm": "takes one tensor and has one-dimensional weights and no children",
+        }[kind]
+        raise ValueError(f"{switch} found no {kind} in {type(model).__name__}: a module that {shape}: set {switch}=False.")
     names = sorted({type(module).__name__ for module in found})
     logger.info("%s: %d modules (%s) in %d tiles.", switch, len(found), ", ".join(names), tiles)
     checked = set()
@@ -64,11 +67,16 @@ def _is_linear(module):
 
 
 def _is_norm(module):
-    own = list(module.parameters(recurse=False))
+    """One that is made of single operations."""
     fused = type(module).__module__.partition(".")[0] in ("torch", "liger_kernel") or "forward" in vars(module)
+    return not fused and _is_any_norm(module)
+
+
+def _is_any_norm(module):
+    own = list(module.parameters(recurse=False))
     one_dimensional = own and all(len(getattr(p, "ds_shape", p.shape)) == 1 for p in own)
     names = _arguments(module)
-    return bool(one_dimensional and not fused and len(names) == 1 and not list(module.children()))
+    return bool(one_dimensional and len(names) == 1 and not list(module.children()))
 
 
 def _arguments(module) -> dict:

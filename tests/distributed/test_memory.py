@@ -96,3 +96,22 @@ def test_each_switch_alone_and_all_together(ranks, settings, size, family):
     model = dict(family=family, attn="eager" if family == "gpt_oss" else "sdpa")
     reference = ranks(1).run(whole_step, batch_of(2, 30), num_attention_heads=8, num_key_value_heads=4, **model)[0]
     assert_same(ranks(size).run(sharded_with, batch_of(2, 30), settings, **model), reference)
+
+
+def attached_with(batch, memory, refused):
+    model = build(num_attention_heads=8, num_key_value_heads=4)
+    if not refused:
+        checkpoint(model)
+    with hf_ulysses.attach(model, memory=memory) as sp:
+        if refused:
+            with pytest.raises(ValueError, match="no layer of LlamaModel is checkpointed"):
+                model(**batch)
+            return True
+        return sharded(model, batch, sp)
+
+
+@pytest.mark.parametrize("memory", ["max", dict(tiled_mlp=3, head_chunks=2)], ids=str)
+def test_a_loop_of_your_own(ranks, memory):
+    reference = ranks(1).run(whole_step, batch_of(2, 30), num_attention_heads=8, num_key_value_heads=4)[0]
+    assert_same(ranks(2).run(attached_with, batch_of(2, 30), memory, False), reference)
+    assert all(ranks(2).run(attached_with, batch_of(2, 30), "max", True))

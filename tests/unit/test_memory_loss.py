@@ -245,3 +245,26 @@ def test_the_peak_of_the_loss_at_a_vocabulary_of_50k():
     # Tiles of 8k tokens are up to a tenth longer than those of 4k: both are rounded to a whole number of tiles.
     shorter = peak(50_000, 4096, True)
     assert tiled_peak <= 1.1 * shorter, (tiled_peak, shorter)
+
+
+@pytest.mark.parametrize("own", ["with its output embedding", "with the weight alone"])
+def test_a_head_that_computes_its_cross_entropy_itself(own):
+    """Refused by name, never silently whole; "auto" leaves it alone."""
+    from transformers import LlamaForCausalLM
+
+    class Own(LlamaForCausalLM):
+        def forward(self, input_ids, labels=None, **kwargs):
+            hidden = self.model(input_ids, use_cache=False)[0]
+            logits = self.lm_head(hidden) if "output" in own else nn.functional.linear(hidden, self.lm_head.weight)
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            return type(plain(**batch_of()))(loss=loss, logits=logits)
+
+    plain = build()
+    model = Own(plain.config).double()
+    reference = model(**batch_of()).loss
+    handles = switch_on(model, Settings(tiled_loss="auto"))
+    assert model(**batch_of()).loss == reference
+    handles[0].remove()
+    switch_on(model, Settings(tiled_loss=True))
+    with pytest.raises(ValueError, match="tiled_loss=True: .*Own"):
+        model(**batch_of())

@@ -109,6 +109,10 @@ def test_a_model_without_is_refused_by_name():
     model = OPTForCausalLM(OPTConfig(vocab_size=32, hidden_size=16, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2))
     with pytest.raises(ValueError, match="tiled_mlp found no MLP in OPTForCausalLM"):
         switch_on(model, Settings(tiled_mlp=True))
+    # Its norms are torch's, and stay.
+    assert switch_on(model, Settings(tiled_norms=True)) == []
+    with pytest.raises(ValueError, match="tiled_norms found no norm in Linear"):
+        switch_on(nn.Linear(2, 2), Settings(tiled_norms=True))
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "bloom", "falcon", "phi3", "qwen2_moe", "qwen3_moe", "glm4_moe", "olmo2"])

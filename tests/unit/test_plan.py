@@ -69,7 +69,6 @@ def test_five_million_tokens_need_that_switch(llama, switches):
 
 @slow
 def test_one_chunk_takes_more(llama):
-    """5 GiB, so that 5M tokens still fit: tests/distributed/test_plan.py has a real run of it."""
     one = llama.plan(MILLIONS.with_step(memory=Settings(**{**ON, "head_chunks": 1})))
     assert one.peak_memory_gib > llama.plan(MILLIONS).peak_memory_gib + 4
 
