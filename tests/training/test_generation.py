@@ -3,6 +3,7 @@ per group; the reference is the same data-parallel processes without sequence pa
 
 import os
 import random
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ import torch
 from .test_preferences import ALL, assert_exact, assert_same
 from .trl_trajectory import lora_config, preferences, run, scores, tokenizer
 
-SEEN = []
+# Of this run alone: a rank forgets what a run has set (see ranks.py).
+SEEN = ContextVar("SEEN", default=())
 
 
 def by_tokens(prompts, completion_ids, log_metric=None, log_extra=None, **kwargs):
     """Differs from completion to completion; None for some. Remembers what it was asked, and logs on its own, too."""
-    SEEN.append((list(prompts), [list(ids) for ids in completion_ids]))
+    SEEN.set((*SEEN.get(), (list(prompts), [list(ids) for ids in completion_ids])))
     if log_metric is not None:
         log_metric("first token", float(completion_ids[0][0]))
         log_extra("length", [len(ids) for ids in completion_ids])
@@ -24,10 +26,8 @@ def by_tokens(prompts, completion_ids, log_metric=None, log_extra=None, **kwargs
 
 def asked(trainer):
     """What this rank's reward function was asked, and the table of completions, which all ranks have."""
-    seen = list(SEEN)
-    SEEN.clear()
     table = {name: list(column) for name, column in trainer._logs.items() if not isinstance(column, dict)}
-    return seen, table, {name: list(column) for name, column in trainer._logs.get("extra", {}).items()}
+    return SEEN.get(), table, {name: list(column) for name, column in trainer._logs.get("extra", {}).items()}
 
 
 def prompts(count):
