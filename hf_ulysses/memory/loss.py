@@ -165,13 +165,14 @@ class _TiledHead:
         return output
 
     def can(self, row, hidden) -> bool:
-        """Whether the loss is a sum over tiles. Tried once per loss function, on every rank alike."""
-        key = getattr(row.function, "__qualname__", None) or id(row.function)
+        """Whether the loss is a sum over tiles. Tried once per loss function and kind of call, on every rank alike."""
+        name = getattr(row.function, "__qualname__", type(row.function).__name__)
+        key = row.function, *(row.given.get(said) is not None for said in ("shift_labels", "num_items_in_batch"))
         if key not in self.tried:
             self.tried[key] = row.adds_up(hidden)
             if not self.tried[key] and self.tiles != "auto":
                 raise ValueError(
-                    f"tiled_loss={self.tiles}: the loss of {type(self.head).__name__} ({key}) is not the sum of the losses of "
+                    f"tiled_loss={self.tiles}: the loss of {type(self.head).__name__} ({name}) is not the sum of the losses of "
                     "its tokens over a count, so that tiles of it do not add up to the row's. Set tiled_loss=False."
                 )
             logger.info("tiled_loss: %s in tiles: %s.", type(self.head).__name__, self.tried[key])
@@ -309,7 +310,10 @@ class _Row:
             values.append(self.function(*args, **kwargs))
             return values[-1]
 
-        self.run(hidden, loss, labels=labels)
+        # As it is called: a head may hand on some of what it is given.
+        blank = torch.full_like(labels, self.ignored)
+        given = {} if self.given.get("shift_labels") is None else dict(labels=blank, shift_labels=targets)
+        self.run(hidden, loss, **{"labels": labels, **given})
         if len(values) != 1:
             return False
         whole, ours = values[0], self.in_tiles(hidden, targets, 2)

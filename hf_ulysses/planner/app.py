@@ -74,11 +74,11 @@ def plan_command(
     attn: Annotated[str, typer.Option(help="Attention implementation; fused kernels need no square of the row.")] = "flash_attention_2",
     loss: Annotated[str, typer.Option(help="full: whole logits, as the Trainer; tiled: the tiled_loss switch.")] = "full",
     trainer: Annotated[str, typer.Option(help="trainer, sft (TRL: never whole logits) or dpo (two rows, a reference model).")] = "trainer",
-    tiled_mlp: Annotated[bool, typer.Option(help="The tiled_mlp switch.")] = False,
-    tiled_norms: Annotated[bool, typer.Option(help="The tiled_norms switch.")] = False,
-    offload_checkpoints: Annotated[bool, typer.Option(help="The offload_checkpoints switch.")] = False,
-    head_chunks: Annotated[str, typer.Option(help="The head_chunks switch: a number, or auto.")] = "1",
-    memory: Annotated[str | None, typer.Option(help="max: all switches.")] = None,
+    tiled_mlp: Annotated[bool | None, typer.Option(help="The tiled_mlp switch.")] = None,
+    tiled_norms: Annotated[bool | None, typer.Option(help="The tiled_norms switch.")] = None,
+    offload_checkpoints: Annotated[bool | None, typer.Option(help="The offload_checkpoints switch.")] = None,
+    head_chunks: Annotated[str | None, typer.Option(help="The head_chunks switch: a number, or auto.")] = None,
+    memory: Annotated[str | None, typer.Option(help="max: all switches, but for those that are said to be off.")] = None,
     micro_batch: Annotated[int, typer.Option(help="Rows at a time.")] = 1,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32: what weights are loaded in.")] = "bfloat16",
     lora_rank: Annotated[int, typer.Option(help="Train LoRA of this rank on all linear layers; 0 trains all weights.")] = 0,
@@ -103,8 +103,8 @@ def plan_command(
             raise ValueError(f"{option} must be at least {least}, not {value}.")
     if (offload_checkpoints or memory) and not gradient_checkpointing:
         raise ValueError("--offload-checkpoints needs --gradient-checkpointing: without it there are no checkpoints.")
-    chunks = int(head_chunks) if head_chunks.isdecimal() else head_chunks
-    switches = Settings(loss == "tiled", tiled_mlp, tiled_norms, offload_checkpoints, chunks, memory)
+    chunks = int(head_chunks) if head_chunks is not None and head_chunks.isdecimal() else head_chunks
+    switches = Settings(loss == "tiled" or None, tiled_mlp, tiled_norms, offload_checkpoints, chunks, memory)
     step = Step(seq_length or 0, sp_size or 1, micro_batch, dtype, False, gradient_checkpointing, attn, switches, trainer, lora_rank, liger, images, image_tokens)
     setup = Setup(num_gpus, step, gpu_memory_gib, engine or "zero3", offload_optimizer, offload_params, gpus_per_node, host_memory_gib)
     if png is not None:

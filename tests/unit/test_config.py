@@ -153,11 +153,12 @@ def test_memory_switches_of_another_kind(given, message):
         SequenceParallelConfig(**given)
 
 
-def test_max_switches_on_what_is_off():
+def test_max_switches_on_what_nothing_is_said_of():
     from hf_ulysses.memory import Settings
 
     assert Settings(memory="max", tiled_mlp=2, head_chunks=4).resolved() == Settings(True, 2, 8, True, 4)
-    assert Settings().resolved() == Settings()
+    assert Settings(memory="max", tiled_norms=False, head_chunks=1).resolved() == Settings(True, 8, False, True, 1)
+    assert Settings().resolved() == Settings(False, False, False, False, 1)
 
 
 def test_memory_switches_in_the_yaml(monkeypatch, tmp_path):

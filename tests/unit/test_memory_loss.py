@@ -164,6 +164,25 @@ def test_a_loss_that_does_not_add_up_is_refused_and_left_alone_by_auto():
     assert model(**batch_of()).loss == reference
 
 
+@pytest.mark.parametrize("dropped", ["num_items_in_batch", "shift_labels"])
+def test_a_head_that_keeps_an_argument_to_itself_is_refused_when_it_is_given_it(dropped):
+    model = build()
+    cls = type(model)
+
+    class Head(cls):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            kwargs.pop(dropped, None)
+            return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+    model.__class__ = Head
+    switch_on(model, Settings(tiled_loss=4))
+    batch = batch_of(2, 16)
+    model(**batch)
+    given = {"num_items_in_batch": 7, "shift_labels": batch["labels"].roll(-1, 1)}[dropped]
+    with pytest.raises(ValueError, match="tiled_loss=4: the loss of Head .* not the sum"):
+        model(**batch, **{dropped: given})
+
+
 def test_a_loss_of_the_users_that_adds_up():
     def focal(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **kwargs):
         if shift_labels is None:
