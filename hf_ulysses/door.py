@@ -93,9 +93,11 @@ def disable() -> None:
     if patches is None or not patches.TABLE.applied:
         return
     patches.TABLE.undo()
+    from .adapters.accelerate import forget_memory
     from .core.attachment import detach_all
 
     detach_all()
+    forget_memory()
 
 
 @contextmanager

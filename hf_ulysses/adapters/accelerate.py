@@ -14,9 +14,10 @@ from contextvars import ContextVar
 import torch
 
 from ..core.attachment import Attachment, attach, attachment_of
-from .config import StateView, requested, upstream_backends
-from .replicas import Replicas, sp_group, view_of
 from ..core.cut import shard_batch
+from ..memory import switch_on
+from .config import StateView, memory_settings, requested, upstream_backends
+from .replicas import Replicas, sp_group, view_of
 
 # The accelerator whose `prepare_data_loader` runs: the function it calls gets no reference to it.
 _preparing: ContextVar = ContextVar("ulysses_preparing", default=None)
@@ -36,6 +37,27 @@ def attach_model(accelerator, model) -> Attachment:
         _say_once(accelerator, model)
         attachment.tell = functools.partial(_say_exit, attachment)
     return attachment
+
+
+# Models whose rows nobody shares, with the handles of their memory switches.
+_alone: "weakref.WeakKeyDictionary[torch.nn.Module, list]" = weakref.WeakKeyDictionary()
+
+
+def _save_memory(accelerator, model):
+    """The memory switches without sequence parallelism; until `disable()`."""
+    settings = memory_settings(getattr(accelerator.state.parallelism_config, "sp_handler", None))
+    inner = accelerator.unwrap_model(model, keep_torch_compile=False)
+    if not str(settings) or inner in _alone:
+        return
+    _alone[inner] = switch_on(inner, settings)
+    if accelerator.is_main_process:
+        print(f"hf_ulysses: sequence parallelism off{settings}", file=sys.stderr, flush=True)
+
+
+def forget_memory() -> None:
+    while _alone:
+        for handle in _alone.popitem()[1]:
+            handle.remove()
 
 
 def _say_once(accelerator, model):
@@ -149,9 +171,11 @@ def wrap_init(original):
 def wrap_prepare(original):
     @functools.wraps(original)
     def prepare(self, *args, **kwargs):
-        if view_of(self) is None:
-            return original(self, *args, **kwargs)
         models = [obj for obj in args if isinstance(obj, torch.nn.Module)]
+        if view_of(self) is None:
+            for model in models:
+                _save_memory(self, model)
+            return original(self, *args, **kwargs)
         if models and getattr(self.state.dynamo_plugin, "use_regional_compilation", False):
             raise ValueError(
                 "use_regional_compilation copies the model around its layers, where sequence parallelism has its hooks. Set "

@@ -38,6 +38,22 @@ def test_each_switch_alone_and_all_together(ranks, engine, settings):
     assert_same(results, expected(ranks, accumulation=2))
 
 
+def tiled(trainer):
+    """Whether the switches have acted on the model that was trained."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return ["forward" in vars(module) for module in (model, model.model.norm, model.model.layers[0].mlp)]
+
+
+@pytest.mark.parametrize("engine", ["plain", "zero3", "fsdp2"])
+def test_without_sequence_parallelism(ranks, engine):
+    data = dict(data=rows(8), steps=4)
+    dp = 1 if engine == "plain" else 2
+    results = ranks(dp).run(run, SWITCHES, engine=engine, dp=dp, after=tiled, **data)
+    wanted = ranks(dp).run(plain, engine="plain" if dp == 1 else "ddp", dp=dp, **data)[0]
+    assert_same(results, wanted, counted=False)
+    assert all(results[0]["after"])
+
+
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
 def test_rows_of_other_lengths_on_other_ranks(ranks, engine):
     """Under ZeRO-3 every tile is a gather: 5 tokens in 4 tiles on one rank, 2 in 4 on the other, 33 on both."""
