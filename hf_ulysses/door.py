@@ -92,7 +92,7 @@ def disable() -> None:
     patches = sys.modules.get("hf_ulysses.adapters.patches")
     if patches is None or not patches.TABLE.applied:
         return
-    patches.TABLE.undo()
+    patches.TABLE.restore()
     from .adapters.accelerate import forget_memory
     from .core.attachment import detach_all
 

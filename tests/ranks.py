@@ -34,7 +34,6 @@ from pathlib import Path
 from .upstream_warnings import warnings_are_errors
 
 TIMEOUT = 120
-# How long the other ranks may take to report, too, once one has failed.
 GRACE = 1
 MAX_POOLS = 2
 PRELOAD = ["pytest", "torch", "accelerate", "transformers.trainer", "peft", "deepspeed", "trl.trainer.sft_trainer"]
@@ -70,8 +69,10 @@ class Pool:
         self.size = size
         self._ranks = []
 
-    def run(self, function, *args, timeout=TIMEOUT, **kwargs) -> list:
+    def run(self, function, *args, timeout=TIMEOUT, grace=GRACE, **kwargs) -> list:
         """Call `function(*args, **kwargs)` on every rank and return the results in rank order.
+
+        Once one rank has failed, the others have `grace` seconds to report, too.
 
         Raises:
             RankFailed: on the first rank that raised or died, or when the time is up.
@@ -90,7 +91,7 @@ class Pool:
             for ready in wait([rank.connection for rank in running], left):
                 next(rank for rank in running if rank.connection is ready).receive()
             if not failed and any(rank.failure for rank in self._ranks):
-                failed, deadline = True, min(deadline, time.monotonic() + GRACE)
+                failed, deadline = True, min(deadline, time.monotonic() + grace)
         if failed or running:
             error = self._failure(timeout)
             self.stop()

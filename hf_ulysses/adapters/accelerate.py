@@ -35,7 +35,7 @@ def attach_model(accelerator, model) -> Attachment:
     attachment = attach(model, sp_group(accelerator), under_engine=True, **options)
     if accelerator.is_main_process:
         _say_once(accelerator, model)
-        attachment.tell = functools.partial(_say_exit, attachment)
+        attachment.on_first_step = functools.partial(_say_exit, attachment)
     return attachment
 
 

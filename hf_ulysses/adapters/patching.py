@@ -57,7 +57,7 @@ class Patch:
         self.replacement = self.wrap(self.original)
         setattr(self.owner, self.name, self.replacement)
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         if vars(self.owner)[self.name] is not self.replacement:
             raise RuntimeError(
                 f"hf_ulysses: {self.target} was replaced again after enable(); undo that first, then disable()."
@@ -91,18 +91,18 @@ class Patches:
                 done.append(patch)
         except BaseException:
             for patch in reversed(done):
-                patch.undo()
+                patch.restore()
             raise
         self.applied = True
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         if not self.applied:
             return
         for patch in self.table:
             if vars(patch.owner)[patch.name] is not patch.replacement:
-                patch.undo()  # Raises before anything has been undone.
+                patch.restore()  # Raises before anything has been undone.
         for patch in reversed(self.table):
-            patch.undo()
+            patch.restore()
         self.applied = False
 
 

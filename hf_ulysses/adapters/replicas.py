@@ -84,7 +84,7 @@ def among_replicas(trainer, method):
 def share_randomness(group) -> None:
     """Give all ranks of `group` the random states of its first one, which data pipelines draw from. Collective."""
     mine = [random.getstate(), numpy.random.get_state(), random_states()]
-    states = Control(group, patience=None).from_first(mine)
+    states = Control(group, patient=True).from_first(mine)
     random.setstate(states[0])
     numpy.random.set_state(states[1])
     set_random_states(states[2])
@@ -107,7 +107,7 @@ def share_result(accelerator, function):
         end_together(error)
         group, written, device = sp_group(accelerator), io.BytesIO(), accelerator.device
         torch.save(result, written)
-        sent = Control(group, patience=None).from_first(written.getvalue())
+        sent = Control(group, patient=True).from_first(written.getvalue())
         share_randomness(group)
         # Written by a peer of this process: anything may be in it. "cpu:0" is no place for `load`.
         place = "cpu" if device.type == "cpu" else device
@@ -118,7 +118,7 @@ def share_result(accelerator, function):
 
 def end_together(error) -> None:
     """Raise this rank's `error`, or say that another rank has one. Collective over all ranks."""
-    everyone = Control(torch.distributed.group.WORLD, patience=None)
+    everyone = Control(torch.distributed.group.WORLD, patient=True)
     errors = everyone.from_all(None if error is None else repr(error))
     if error is not None:
         raise error

@@ -68,7 +68,7 @@ class Attachment:
         splits_loss (`bool`): whether the head scores shards, or is given whole rows (exits.py).
         loss_only (`bool`): set while nobody wants more of an output than its loss; logits are then read by name only.
         shards_wanted (`bool`): set while calls without labels shall return shards (declared.py).
-        tell (`Callable`, *optional*): called once, with the forward and the output of the first training step (adapters).
+        on_first_step (`Callable`, *optional*): called once, with the forward and the output of the first training step (adapters).
         under_engine (`bool`): whether all ranks train this model together, data-parallel ones too.
     """
 
@@ -80,7 +80,7 @@ class Attachment:
         self.exchanges = self.scans = 0
         self.gathered, self.attending, self.runs_whole = [], False, False
         self.loss_only = self.shards_wanted = self.counts_by_mask = False
-        self.forward = self.last_forward = self.tell = None
+        self.forward = self.last_forward = self.on_first_step = None
         self.peers, self.control = Peers(self.group), Control(self.group)
         self._tried = self.size == 1 or not trial
         self._plain, self._in_engine, self._is_engine, self._trying = 0, False, False, False
@@ -214,7 +214,7 @@ class Attachment:
         """
         return gather_sequence(tensor, self.group, dim, None if like is None else like[ROW_KEY].length)
 
-    def undo(self, handles):
+    def also_remove(self, handles):
         """Have `detach` remove `handles`, too."""
         self._handles += handles
 
@@ -302,9 +302,9 @@ class Attachment:
         self.last_forward = forward
         if output is None or forward is None or self._trying:
             return None
-        if self.tell is not None and forward.row is not None and torch.is_grad_enabled() and self._model().training:
-            self.tell, tell = None, self.tell
-            tell(forward, output)
+        if self.on_first_step is not None and forward.row is not None and torch.is_grad_enabled() and self._model().training:
+            self.on_first_step, report = None, self.on_first_step
+            report(forward, output)
         return open_exit(self, forward, output)
 
     # -- for the rooms ------------------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ def attach(model, group=None, *, seq_length=None, trial=True, under_engine=False
         from ..memory import switch_on
 
         try:
-            attachment.undo(switch_on(model, memory, attachment))
+            attachment.also_remove(switch_on(model, memory, attachment))
         except ValueError:
             attachment.detach()
             raise

@@ -36,12 +36,12 @@ class Control:
 
     Args:
         group (`torch.distributed.ProcessGroup`): whose ranks talk. Collective over them the first time.
-        patience (`datetime.timedelta`, *optional*): how long to wait for a rank; `None`: as long as torch does by default,
-            for ranks that come from somebody else's code.
+        patient (`bool`, *optional*): wait for a rank as long as torch does by default, not `PATIENCE`: for ranks that come from
+            somebody else's code.
     """
 
-    def __init__(self, group, patience=PATIENCE):
-        self._group = _over_gloo(group, patience)
+    def __init__(self, group, patient=False):
+        self._group = _over_gloo(group, None if patient else PATIENCE)
         on_device = dist.get_backend(self._group) == "nccl"
         self._device = torch.get_device_module().current_device() if on_device else "cpu"
 

@@ -1,4 +1,4 @@
-"""What we do around a module's forward, like the skins of an onion: the last to enter is the first to leave.
+"""What we do around a module's forward, one pair around the other: the last to enter is the first to leave.
 
 PyTorch runs a module's forward hooks in the order of their registration, so that of two that set and restore something
 the first would restore before the second. All of ours around a module therefore share one pair of hooks. Hooks that were
@@ -7,7 +7,7 @@ there before lie inside: they are part of what the module computes.
 
 import weakref
 
-_skins: "weakref.WeakKeyDictionary[torch.nn.Module, _Skins]" = weakref.WeakKeyDictionary()
+_around: "weakref.WeakKeyDictionary[torch.nn.Module, _Pairs]" = weakref.WeakKeyDictionary()
 
 
 def around(module, enter, leave) -> list:
@@ -20,14 +20,14 @@ def around(module, enter, leave) -> list:
     Returns:
         `list` with one handle, whose `remove()` undoes it.
     """
-    if module not in _skins:
-        _skins[module] = skins = _Skins()
-        skins.handles = skins.put_around(module)
-    _skins[module].pairs.append(pair := (enter, leave))
+    if module not in _around:
+        _around[module] = found = _Pairs()
+        found.handles = found.put_around(module)
+    _around[module].pairs.append(pair := (enter, leave))
     return [_Handle(module, pair)]
 
 
-class _Skins:
+class _Pairs:
     """The pairs around one module. A deepcopy of the module shares them; one that is saved and loaded has none."""
 
     def __init__(self):
@@ -43,7 +43,7 @@ class _Skins:
         return self
 
     def __reduce__(self):
-        return _Skins, ()
+        return _Pairs, ()
 
     def enter(self, module, args, kwargs):
         for enter, _ in list(self.pairs):
@@ -73,12 +73,12 @@ class _Handle:
 
     def remove(self):
         module = self._module()
-        if module is None or module not in _skins:
+        if module is None or module not in _around:
             return
-        skins = _skins[module]
-        if self._pair in skins.pairs:
-            skins.pairs.remove(self._pair)
-        if not skins.pairs:
-            for handle in skins.handles:
+        found = _around[module]
+        if self._pair in found.pairs:
+            found.pairs.remove(self._pair)
+        if not found.pairs:
+            for handle in found.handles:
                 handle.remove()
-            del _skins[module]
+            del _around[module]

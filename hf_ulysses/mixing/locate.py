@@ -145,7 +145,11 @@ class _Trial:
             given = dict(batch, labels=labels, **count)
         whole = _Run(self, batch, None)
         self._once(whole, given)
-        failed, explainable = zip(*self.control.from_all((whole.failed, whole.explainable)))
+        try:
+            failed, explainable = zip(*self.control.from_all((whole.failed, whole.explainable)))
+        except RuntimeError as silence:
+            # Its peers wait for it elsewhere, in an engine's own collectives, until it ends.
+            raise whole.error or silence
         if any(failed):
             why = next(filter(None, failed))
             if not all(explainable):

@@ -110,16 +110,16 @@ def plan_command(
     if png is not None:
         from .pictures import memory_over_length
     planner = Planner(_config(model))
-    with _planning() as tell:
+    with _planning() as progress:
         if seq_length is None:
             size = sp_size or max(n for n in planner.sp_sizes(num_gpus) if gpus_per_node % n == 0 or n == num_gpus)
-            found = planner.longest(setup.with_step(sp_size=size), tell)
+            found = planner.longest(setup.with_step(sp_size=size), progress)
         elif sp_size is None or engine is None:
-            found = planner.recommend(setup, sp_size, engine, tell)
+            found = planner.recommend(setup, sp_size, engine, progress)
         else:
             found = planner.plan(setup)
         if png is not None:
-            memory_over_length(planner, found.setup, png, tell)
+            memory_over_length(planner, found.setup, png, progress)
     if write is not None:
         precision = "no" if dtype == "float32" and found.setup.engine.startswith("zero") else "bf16"
         why = f"Planned by hf-ulysses for {model}, rows of {found.setup.step.length:,} tokens: {found.peak_memory_gib:.1f} GiB per GPU."
@@ -130,7 +130,7 @@ def plan_command(
 
 @contextmanager
 def _planning():
-    """`tell(length)` after each plan: a bar on stderr that says which length was measured. Without the libraries' warnings."""
+    """`progress(length)` after each plan: a bar on stderr that says which length was measured. Without the libraries' warnings."""
     from .runs import progress_bar
 
     with progress_bar() as bar, warnings.catch_warnings():

@@ -19,14 +19,14 @@ def _figure(path, title, *shape, **options):
     pyplot.close(figure)
 
 
-def memory_over_length(planner, setup, path, tell=lambda _: None) -> None:
+def memory_over_length(planner, setup, path, progress=lambda _: None) -> None:
     """By component, up to a fourth beyond the setup's own length, with the GPU's memory as a line."""
     unit = 64 * setup.step.sp_size
     lengths = [max(unit, int(setup.step.length * part) // unit * unit) for part in (0.05, 0.25, 0.5, 0.75, 1.0, 1.25)]
     plans = []
     for length in lengths:
         plans.append(planner.plan(setup.with_step(length=length)))
-        tell(length)
+        progress(length)
     with _figure(path, f"{setup.engine}, {setup.num_gpus} GPUs, sp_size {setup.step.sp_size}", figsize=(9, 5)) as axis:
         axis.stackplot(lengths, [[plan.breakdown[name] for plan in plans] for name in COMPONENTS], labels=COMPONENTS)
         axis.axhline(setup.gpu_memory_gib, color="black", linestyle="--", label=f"{setup.gpu_memory_gib:g} GiB")

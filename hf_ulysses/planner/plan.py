@@ -120,15 +120,15 @@ class Planner:
             notes.append(f"The model was made for {limit:,} positions: rows of {setup.step.length:,} need other rotary frequencies.")
         return Plan(setup, total, fits, host, breakdown, measured.sent / GIB, measured.flops, None, notes)
 
-    def longest(self, setup: Setup, tell=lambda _: None) -> Plan:
-        """The plan of the longest row that fits, to 1 %, or of a short one if none does. `tell(length)` after each plan."""
+    def longest(self, setup: Setup, progress=lambda _: None) -> Plan:
+        """The plan of the longest row that fits, to 1 %, or of a short one if none does. `progress(length)` after each plan."""
         unit = setup.step.sp_size * 64
         shortest = unit * (16 + setup.step.images * (setup.step.image_tokens + 1) // unit)
 
         def at(length):
             length = int(length) // unit * unit
             plan = self.plan(setup.with_step(length=length))
-            tell(length)
+            progress(length)
             room = 1 - plan.peak_memory_gib / setup.gpu_memory_gib
             return length, room if setup.host_memory_gib is None else min(room, 1 - plan.host_memory_gib / setup.host_memory_gib), plan
 
@@ -152,7 +152,7 @@ class Planner:
         heads = getattr(self.config.get_text_config(), "num_attention_heads", num_gpus)
         return [n for n in range(1, num_gpus + 1) if num_gpus % n == 0 and heads % n == 0]
 
-    def recommend(self, setup: Setup, sp_size=None, engine=None, tell=lambda _: None) -> Plan:
+    def recommend(self, setup: Setup, sp_size=None, engine=None, progress=lambda _: None) -> Plan:
         """The first plan that fits, cheapest first: without offloading, without memory switches, few ranks per row."""
         memories = dict.fromkeys([setup.step.memory, Settings(memory="max") if setup.step.checkpointing else setup.step.memory])
         offloads = dict.fromkeys([setup.offload_optimizer, engine not in ("ddp", "zero0")])
@@ -160,7 +160,7 @@ class Planner:
         least = None
         for offload, memory, size, name in product(offloads, memories, sizes, [engine] if engine else ["zero2", "zero3"]):
             plan = self.plan(replace(setup, engine=name, offload_optimizer=offload).with_step(sp_size=size, memory=memory))
-            tell(setup.step.length)
+            progress(setup.step.length)
             if plan.fits:
                 return plan
             least = min(least or plan, plan, key=lambda plan: plan.peak_memory_gib)

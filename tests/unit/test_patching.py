@@ -46,8 +46,8 @@ def test_apply_and_undo_by_identity(library):
         patches.apply()
         assert library.function(1) == ("patched", ("function", 1, False))
         assert library.Owner().method(2) == ("patched", ("method", 2))
-        patches.undo()
-        patches.undo()
+        patches.restore()
+        patches.restore()
         assert library.function is function and vars(library.Owner)["method"] is method
 
 
@@ -77,10 +77,10 @@ def test_someone_patched_on_top(library):
     ours = library.function
     library.function = theirs = lambda x: ours(x)
     with pytest.raises(RuntimeError, match="some_library:function was replaced again after enable"):
-        patches.undo()
+        patches.restore()
     assert library.function is theirs and vars(library.Owner)["method"] is not method, "nothing is half undone"
     library.function = ours
-    patches.undo()
+    patches.restore()
     assert library.function is function and vars(library.Owner)["method"] is method
 
 
