@@ -210,7 +210,8 @@ def _refuse(batch, length):
         if value is not None and str(key).startswith(_OTHER_MODALITIES):
             raise ValueError(
                 f"Batch entry {key!r} holds images or audio, which are merged with the text inside of the model: give the "
-                "attached model the whole batch, model(**batch), instead of shards."
+                "attached model the whole batch, model(**batch), instead of shards. Accelerate's loaders yield whole batches "
+                "when they are prepared in a call of their own, without a model: accelerator.prepare(dataloader)."
             )
     attention_mask = batch.get("attention_mask")
     if torch.is_tensor(attention_mask) and attention_mask.dim() != 2:

@@ -113,6 +113,33 @@ def test_video_and_image_together(ranks, family):
         assert found["video"]["status"] == "exact", found
 
 
+def packed_documents(family):
+    """Two documents with an image each in one row: positions of the text, which restart, in front of those of the image's axes."""
+    model = tiny(family, 4)
+    parts = [image_batch(model, [row], seed=seed) for seed, row in enumerate([(5, IMAGE, 11), (9, IMAGE, 4, IMAGE, 2)])]
+    positions = []
+    for part in parts:
+        part.pop("attention_mask", None)
+        part["labels"][:, 0] = -100
+        given = (part[name] for name in ("input_ids", "mm_token_type_ids", "image_grid_thw"))
+        text = torch.arange(part["input_ids"].shape[1]).expand(1, 1, -1)
+        positions.append(torch.cat([text, model.model.get_rope_index(*given)[0]]))
+    along = {name: int(name.endswith("ids") or name == "labels") for name in part}
+    batch = {name: torch.cat([part[name] for part in parts], dim) for name, dim in along.items()}
+    batch = {**batch, "position_ids": torch.cat(positions, dim=-1)}
+    # The first document's mask matters: its loss alone is another one when positions run on.
+    run_on = torch.cat([torch.arange(batch["input_ids"].shape[1]).expand(1, 1, -1), batch["position_ids"][1:]])
+    differs = float(model(**batch).loss - model(**{**batch, "position_ids": run_on}).loss)
+    return {**try_batches(model, {"packed": batch}, trial=False), "differs": abs(differs)}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_packed_documents_with_images(ranks, family, size):
+    for found in ranks(size).run(packed_documents, family):
+        assert found["packed"]["status"] == "exact" and found["differs"] > 1e-4, found
+
+
 # -- a fault would show -----------------------------------------------------------------------------------------------
 
 

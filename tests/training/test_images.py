@@ -3,13 +3,16 @@
 Steps with unequal numbers of images per row, one of text alone, images across the cut; tower trained, frozen, or LoRA on it.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from ..image_batches import IMAGE, image_batch, image_config
 from ..tiny_models import VOCAB, tiny_model
+from .test_accelerate_loop import make_accelerator
 from .test_trajectories import assert_engine
-from .trajectory import train
+from .trajectory import parameters, train
 
 ROWS = [
     [(5, IMAGE, 3, IMAGE, 11), (17, IMAGE, 2)],
@@ -90,6 +93,36 @@ def test_data_parallel_groups(ranks):
     """Two groups of two, each with rows of its own."""
     expected = ranks(2).run(trained, "ddp", dp=2)[0]
     assert_same(ranks(4).run(trained, "ddp", sp=2, dp=2), expected)
+
+
+def looped(engine, sp=1):
+    """Accelerate's loop, without a word of sequence parallelism; its loader prepared without the model."""
+    import hf_ulysses
+
+    if sp > 1:
+        hf_ulysses.enable()
+    accelerator = make_accelerator(engine, sp, 1)
+    model = tiny_model(image_config("qwen3_vl"), images=True)
+    batches = [image_batch(model, rows, "left", seed) for seed, rows in enumerate(ROWS) if rows != ROWS[2]]
+    if engine.startswith("zero"):
+        accelerator.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 2
+    loader = accelerator.prepare(torch.utils.data.DataLoader(batches, batch_size=1, collate_fn=first))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)  # As DeepSpeed does by itself.
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    trained = SimpleNamespace(model=accelerator.unwrap_model(model))
+    return {"loss": losses, "grad_norm": [], "parameters": parameters(trained), "state": None}
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+def test_a_loop_of_accelerate(ranks, engine):
+    assert_same(ranks(2).run(looped, engine, sp=2), ranks(1).run(looped, "plain")[0])
 
 
 # -- TRL --------------------------------------------------------------------------------------------------------------
