@@ -72,11 +72,11 @@ def attach(module, spec, sharded_call) -> list:
         for name, value in (call.saved if call is not None else {}).items():
             setattr(module, name, value)
 
-    def before_child(child, args):
+    def before_child(child, args, kwargs):
         call = running[-1] if running else None
-        return (call.hidden_states, *args[1:]) if call is not None and args[0] is call.stand_in else None
+        return ((call.hidden_states, *args[1:]), kwargs) if call is not None and args[0] is call.stand_in else None
 
-    def after_entrance(child, args, output):
+    def after_entrance(child, args, kwargs, output):
         call = running[-1] if running else None
         if call is None:
             return None
@@ -84,18 +84,20 @@ def attach(module, spec, sharded_call) -> list:
         (row_BhSE,) = gather_seq_scatter_all([heads_BHsE], call.exchange)
         return row_BhSE[:, :, : call.length].transpose(1, 2).flatten(2)
 
-    def before_leaving(child, args):
+    def before_leaving(child, args, kwargs):
         call = running[-1] if running else None
         if call is None:
             return None
         out_BShE = args[0].unflatten(-1, (call.exchange.mine.num_query, -1))
         out_BShE = pad(out_BShE, call.row.padded - call.length, 0)
-        return (gather_heads_scatter_seq(out_BShE, call.exchange).flatten(2), *args[1:])
+        return (gather_heads_scatter_seq(out_BShE, call.exchange).flatten(2), *args[1:]), kwargs
+
+    def nothing(*_):
+        return None
 
     children = dict(module.named_children())
     handles = around(module, enter, leave)
-    handles += [child.register_forward_pre_hook(before_child) for child in children.values()]
-    handles.append(children[spec.entrance].register_forward_hook(after_entrance))
-    handles.append(children[spec.leaving].register_forward_pre_hook(before_leaving))
-    return handles
+    for name, child in children.items():
+        handles += around(child, before_child, after_entrance if name == spec.entrance else nothing)
+    return handles + around(children[spec.leaving], before_leaving, nothing)
 

@@ -24,6 +24,7 @@ from ..core.all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_sca
 from ..core.cut import cut_tensor, pad
 from ..core.gather import gather_sequence
 from ..core.heads import share_heads
+from ..core.hooks import around
 from ..core.sequence import ROW_KEY, current_row, holding
 from . import inline
 from .specs import spec_of
@@ -271,15 +272,15 @@ def _around(module) -> list:
     if not width:
         return []
 
-    def before(module, args):
+    def enter(module, args, kwargs):
         call = _sharded_call()
-        return None if call is None else (call.before(args[0], width, dim % args[0].dim()), *args[1:])
+        return None if call is None else ((call.before(args[0], width, dim % args[0].dim()), *args[1:]), kwargs)
 
-    def after(module, args, output):
+    def leave(module, args, kwargs, output):
         call = _sharded_call()
         if call is None:
             return None
         call.attachment.scans += 1
         return output.narrow(dim, width, output.shape[dim] - width)
 
-    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    return around(module, enter, leave)

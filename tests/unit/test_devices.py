@@ -16,6 +16,7 @@ from hf_ulysses.mixing.prints import Layout, Print
 from hf_ulysses.planner.step import fake_world
 
 from ..models import batch_of, build, packed_positions
+from ..tiny_models import tiny_config, tiny_model
 
 LENGTH = 33
 POSITIONS = packed_positions(11, 2, 20)
@@ -96,11 +97,12 @@ def test_the_trial_runs_where_the_batch_is(monkeypatch):
 # -- saved and copied models ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rope", ["default", "dynamic"])
-def test_an_attached_model_can_be_saved_whole(rope):
-    """`torch.save(model)`: what is loaded is the model, attached to nothing."""
-    parameters = {"rope_type": rope, "rope_theta": 1e4, "factor": 2.0}
-    model, file = build(dtype=torch.float32, rope_parameters=parameters), io.BytesIO()
+@pytest.mark.parametrize("kind", ["default", "dynamic", "mamba"])
+def test_an_attached_model_can_be_saved_whole(kind):
+    """`torch.save(model)`: what is loaded is the model, attached to nothing. Rotary embeddings and convolutions have hooks."""
+    parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    model = build(dtype=torch.float32, rope_parameters=parameters) if kind in ("default", "dynamic") else tiny_model(tiny_config(kind))
+    file = io.BytesIO()
     batch = batch_of(1, LENGTH)
     expected = model(**batch).loss
     with fake_world(2):
