@@ -27,7 +27,7 @@ from ..core.heads import share_heads
 from ..core.hooks import around
 from ..core.sequence import ROW_KEY, current_row, holding
 from . import inline
-from .specs import spec_of
+from .specs import named, spec_of
 
 # What `shard` adds, and models hand on to whoever takes keyword arguments.
 _OURS = (ROW_KEY, "shift_labels")
@@ -44,7 +44,7 @@ def attach(modules) -> list:
     Returns:
         `list` of handles, each with `remove()`.
     """
-    found = {(owner, name): spec for module in modules for owner, name, spec in _functions(module)}
+    found = {(owner, name): spec for owner, name, spec in _functions(modules)}
     handles = [_names.hold(owner, name, functools.partial(_wrapper, spec)) for (owner, name), spec in found.items()]
     for handle in handles:
         # Names in modelling files are given back when a model is dropped.
@@ -57,23 +57,26 @@ def attach(modules) -> list:
     return handles
 
 
-def _functions(module):
-    """(owner, name, spec) of all functions with a spec that the code of `module` can reach."""
-    sources = [sys.modules.get(cls.__module__) for cls in type(module).__mro__ if not cls.__module__.startswith("torch.")]
-    for owner in [*filter(None, sources), module]:
+def _functions(modules):
+    """(owner, name, spec) of all functions with a spec that the code of `modules` can reach."""
+    classes = {cls.__module__ for module in modules for cls in type(module).__mro__ if not cls.__module__.startswith("torch.")}
+    for owner in [*filter(None, map(sys.modules.get, sorted(classes))), *modules]:
         for name, value in list(vars(owner).items()):
             if not name.startswith("__") and (spec := _spec(name, value)) is not None:
                 yield owner, name, spec
-    for name, child in module.named_children():
-        if (spec := _spec(name, child)) is not None:
-            # Its forward, for it may be replaced by another kernel, but not by a function.
-            yield child, "forward", spec
+    for module in modules:
+        for name, child in module.named_children():
+            if (spec := _spec(name, child)) is not None:
+                # Its forward, for it may be replaced by another kernel, but not by a function.
+                yield child, "forward", spec
 
 
 def _spec(name, value):
     if not callable(value) or isinstance(value, type):
         return None
-    return spec_of({name, getattr(value, "__name__", name), type(value).__name__}, _parameters(value))
+    names = {name, getattr(value, "__name__", name), type(value).__name__}
+    # Thousands are looked at, and a signature takes a while.
+    return spec_of(names, _parameters(value)) if any(map(named, names)) else None
 
 
 def _parameters(function):

@@ -5,6 +5,7 @@ A spec says where an argument has its sequence and its heads (or channels); noth
 of names, "query|q". A new function: a line here and one in tests/distributed/test_scans.py.
 """
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -97,7 +98,13 @@ SPECS = (
 )
 
 
+@functools.cache
+def named(name) -> list:
+    """The specs of functions with this name."""
+    return [spec for spec in SPECS if re.fullmatch(spec.names, name)]
+
+
 def spec_of(names, parameters):
     """The spec of a function known by one of `names` with these parameters, or `None`."""
-    fitting = (spec for spec in SPECS if any(re.fullmatch(spec.names, n) for n in names) and spec.takes(parameters))
+    fitting = (spec for name in names for spec in named(name) if spec.takes(parameters))
     return next(fitting, None)
