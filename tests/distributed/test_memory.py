@@ -89,6 +89,7 @@ def sharded_with(batch, settings, **model):
     return step
 
 
+@pytest.mark.half("settings", "size", "family")
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "mixtral", "gemma3_text"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("settings", [ALL, *({name: value} for name, value in ALL.items())], ids=lambda s: "+".join(s))

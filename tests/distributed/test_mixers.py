@@ -122,6 +122,7 @@ def compare(ranks, size, model_type, batch, reentrant=None, **kind):
 CASES = ["whole", "uneven", "padded left", "packed", "shorter than the kernel"]
 
 
+@pytest.mark.half("size", "model_type", "case")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("model_type", HYBRIDS)
 @pytest.mark.parametrize("size", [2, 4])

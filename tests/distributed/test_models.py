@@ -25,6 +25,7 @@ def test_three_packed_documents_over_four_ranks(ranks, family, attn):
     compare(ranks, 4, batch_of(1, 41, position_ids=packed_positions(13, 9, 19)), family=family, attn=attn)
 
 
+@pytest.mark.half("family", "attn", "side")
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("family, attn", PAIRS)
 def test_padded_rows(ranks, family, attn, side):

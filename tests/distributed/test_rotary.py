@@ -55,6 +55,7 @@ def steps(kind, batches, attached, before=0):
         return [sharded(model, batch, sp) for batch in batches]
 
 
+@pytest.mark.half("size", "kind", "batches")
 @pytest.mark.parametrize("batches", BATCHES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 4])

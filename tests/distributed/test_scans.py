@@ -343,6 +343,7 @@ def try_model(model_type, heads, kv_heads, kernels):
         vars(source).update(originals) if source is not None else None
 
 
+@pytest.mark.half("size", "model_type")
 @pytest.mark.parametrize("size, heads, kv_heads, kernels", [(2, 4, 2, False), (4, 6, 3, False), (2, 4, 2, True)])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_models(ranks, model_type, size, heads, kv_heads, kernels):

@@ -112,6 +112,7 @@ torch.save(torch.cat([p.detach().flatten() for p in model.parameters()]), sys.ar
 """
 
 
+@pytest.mark.half("engine", "how")
 @pytest.mark.parametrize("how", ["save_model", "save_pretrained"])
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2", "ddp"])
 def test_saved_model_loads_without_hf_ulysses(ranks, tmp_path, engine, how):

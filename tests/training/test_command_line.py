@@ -96,7 +96,7 @@ SCRIPTS = {
 REWARDS = "def length(completions, **kwargs):\n    return [len(text) % 7 for text in completions]\n"
 
 
-@pytest.mark.parametrize("name", SCRIPTS if os.environ.get("HF_ULYSSES_TEST_ALL") else ["sft", "dpo"])
+@pytest.mark.parametrize("name", SCRIPTS if os.environ.get("HF_ULYSSES_TEST_ALL") else ["dpo"])
 def test_trl_script_as_documented(tmp_path, name):
     """TRL's script on local data, as `-m trl.scripts.NAME`: as it is, and under the plugin with ZeRO-3."""
     columns, more = SCRIPTS[name]

@@ -81,11 +81,13 @@ LAYOUTS = [("zero3", 1, 2), ("ddp", 2, 1), ("fsdp2", 2, 2)]
 REFUSED = ("label smoothing", "fsdp2")
 
 
-@pytest.mark.parametrize(
-    "case,engine,dp,accumulation",
-    [(case, *layout) for case in CASES for layout in LAYOUTS if (case, layout[0]) != REFUSED],
-)
-def test_loss(ranks, case, engine, dp, accumulation):
+@pytest.mark.half("layout", "case")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_loss(ranks, case, layout):
+    engine, dp, accumulation = layout
+    if (case, engine) == REFUSED:
+        pytest.skip("test_label_smoothing_under_fsdp2")
     # Losses that take the number of processes into account are compared at the same data-parallel size.
     expected = run(ranks, case, dp, engine="plain" if dp == 1 else "ddp", dp=dp, accumulation=accumulation)[0]
     results = run(ranks, case, 2 * dp, engine=engine, sp=2, dp=dp, accumulation=accumulation)
@@ -99,6 +101,7 @@ def test_loss_without_averaging_over_devices(ranks, case):
     assert_same(run(ranks, case, 4, engine="ddp", sp=2, dp=2, **settings), expected)
 
 
+@pytest.mark.half("engine", "case")
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
 @pytest.mark.parametrize("case", ["label smoothing, sft nll", "override, mean", "compute_loss_func", "sft dft"])
 def test_evaluation_loss(ranks, case, engine):

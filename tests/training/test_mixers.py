@@ -27,6 +27,7 @@ MODELS = [*EXCHANGE, "bloom", *LAYERS]
 RUNS = [(model, engine) for model in MODELS for engine in ("ddp", "zero2", "zero3")]
 
 
+@pytest.mark.half("model_type", "engine", "checkpointing")
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("model_type, engine", [*RUNS, *((model, "fsdp2") for model in LAYERS)])
 def test_trainer(ranks, single, model_type, engine, checkpointing):

@@ -29,6 +29,7 @@ HOW = {
 }
 
 
+@pytest.mark.half("engine", "how")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("engine,sp,dp", [("zero3", 2, 1), ("fsdp2", 4, 1), ("zero3", 2, 2), ("fsdp2", 2, 2)])
 def test_sft(ranks, engine, sp, dp, how):

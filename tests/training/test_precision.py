@@ -35,6 +35,7 @@ def test_bf16(ranks, engine, kind):
         assert result["exchanges"] > 0
 
 
+@pytest.mark.half("engine")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
 def test_torch_compile(ranks, engine):
     """What is computed is the same; its graphs are counted in tests/unit/test_compile.py."""

@@ -20,6 +20,7 @@ def assert_exact(ranks, size, model_type, changes=None):
         assert all(answer["status"] == "exact" for answer in statuses.values()), statuses
 
 
+@pytest.mark.half("model_type", "rope_type", "size")
 @pytest.mark.parametrize("size", LAYOUTS)
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 @pytest.mark.parametrize("model_type", ROTARY)
@@ -28,6 +29,7 @@ def test_only_the_last_shard_lies_beyond_the_original_positions(ranks, model_typ
 
 
 # As long as a shard; longer than one and shorter than two; longer than the row.
+@pytest.mark.half("name", "length", "size")
 @pytest.mark.parametrize("size, length", [(2, 23), (4, 17), (4, 64)])
 @pytest.mark.parametrize(
     "model_type, name",
