@@ -7,6 +7,7 @@ gathers rows, slices what it has gathered by its own index and divides by the nu
 import functools
 import io
 import random
+from contextlib import contextmanager
 
 import numpy
 import torch
@@ -79,6 +80,22 @@ def among_replicas(trainer, method):
             trainer.accelerator = accelerator
 
     return method_among_replicas
+
+
+@contextmanager
+def counting_replicas(arguments, sp_size, *names):
+    """Inside, the properties `names` of training arguments count data-parallel ranks, not processes."""
+    cls = type(arguments)
+
+    def counted(name):
+        return property(lambda self: getattr(cls, name).fget(self) // sp_size)
+
+    # A property cannot be shadowed on an instance.
+    arguments.__class__ = type(cls.__name__, (cls,), {name: counted(name) for name in names})
+    try:
+        yield
+    finally:
+        arguments.__class__ = cls
 
 
 def share_randomness(group) -> None:

@@ -13,11 +13,14 @@ from ..core import declared
 from . import support, trl
 from .accelerate import attach_model
 from .config import requested
-from .replicas import among_replicas, share_randomness, sp_group, view_of
+from .replicas import among_replicas, counting_replicas, share_randomness, sp_group, view_of
 
 # Where a trainer runs models, counts and compares; those that it has. Not where it saves: FSDP's files are by rank.
 _AMONG_REPLICAS = ("training_step", "prediction_step", "compute_loss", "compute_ref_log_probs", "evaluate", "predict")
 _AMONG_REPLICAS += ("_get_num_items_in_batch", "_track_num_input_tokens")
+
+
+_SIZE = ("world_size",)
 
 
 def view_of_trainer(trainer):
@@ -46,9 +49,23 @@ def wrap_init(original):
                 if hasattr(self, name):
                     setattr(self, name, among_replicas(self, getattr(self, name)))
             self.compute_loss = _with_declared_loss(self, self.compute_loss)
+            # Batches balanced over ranks by one sampler; steps per second.
+            for name, counts in (("_get_train_sampler", ("world_size", "process_index")), ("evaluate", _SIZE), ("predict", _SIZE)):
+                setattr(self, name, _with_counts_of_replicas(self, getattr(self, name), counts))
             trl.adopt(self)
 
     return __init__
+
+
+def _with_counts_of_replicas(trainer, method, counts):
+    """A method of one trainer to which properties of its arguments that count ranks count replicas."""
+
+    @functools.wraps(method)
+    def method_with_counts(*args, **kwargs):
+        with counting_replicas(trainer.args, view_of_trainer(trainer).sp_size, *counts):
+            return method(*args, **kwargs)
+
+    return method_with_counts
 
 
 def _with_declared_loss(trainer, compute_loss):

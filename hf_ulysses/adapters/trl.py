@@ -15,7 +15,7 @@ import torch
 from ..core.attachment import attachment_of
 from .accelerate import attach_prepared, shared_sp_group
 from .config import requested
-from .replicas import end_together, of_each_group, replicas_of, share_randomness, share_result, sp_group
+from .replicas import counting_replicas, end_together, of_each_group, replicas_of, share_randomness, share_result, sp_group
 
 # The methods in which a trainer runs models; those that it has.
 _RUN_MODELS = ("training_step", "prediction_step", "compute_loss", "compute_ref_log_probs")
@@ -116,14 +116,12 @@ def wrap_config(original):
         view = requested(given)
         if view is None:
             return original(self, *args, **kwargs)
-        cls = type(self)
-        # A property cannot be shadowed on an instance.
-        counted = property(lambda self: cls.world_size.fget(self) // view.sp_size)
-        self.parallelism_config, self.__class__ = None, type(cls.__name__, (cls,), {"world_size": counted})
+        self.parallelism_config = None
         try:
-            original(self, *args, **kwargs)
+            with counting_replicas(self, view.sp_size, "world_size"):
+                original(self, *args, **kwargs)
         finally:
-            self.parallelism_config, self.__class__ = given, cls
+            self.parallelism_config = given
 
     return __post_init__
 

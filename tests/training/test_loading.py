@@ -66,11 +66,8 @@ class Dropping:
 def verify_every_batch(**settings):
     import multiprocessing
 
-    from hf_ulysses.core import attachment
-
     # The ranks of the pool are daemons, which may not start worker processes.
     multiprocessing.current_process()._config["daemon"] = False
-    attachment._VERIFY_EVERY = 1
     return train(data_collator=Dropping(), after=lambda trainer: trainer.model.training, **settings)
 
 
@@ -148,3 +145,43 @@ def test_loss_matching_experiment(ranks):
     results = ranks(4).run(train, engine="zero3", sp=4, accumulation=4, data=data, steps=20)
     assert results[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert results[0]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-5)
+
+
+def balanced(**settings):
+    """Rows of unequal lengths, put together by the Trainer's sampler so that all ranks have as much to do."""
+    from datasets import Dataset
+
+    data = [row for index, length in enumerate([9, 40, 12, 33, 20, 66, 7, 25] * 2) for row in rows(1, length, seed=index)]
+    data = Dataset.from_list([{name: values.tolist() for name, values in row.items()} for row in data])
+    more = dict(train_sampling_strategy="batch_rebalance", in_order=False, data_collator=padded, steps=3, batch=2, accumulation=2)
+    return train(data=data, **more, **settings)
+
+
+def padded(features):
+    pad = dict(input_ids=0, labels=-100)
+    return {
+        name: torch.nn.utils.rnn.pad_sequence([torch.tensor(f[name]) for f in features], batch_first=True, padding_value=value)
+        for name, value in pad.items()
+    }
+
+
+@pytest.mark.parametrize("engine, dp", [("zero3", 1), ("ddp", 2)])
+def test_batches_balanced_over_ranks(ranks, engine, dp):
+    from transformers import trainer_pt_utils
+
+    if not hasattr(trainer_pt_utils, "BatchRebalanceSampler"):
+        pytest.skip("of transformers 5.14 and later")
+    expected = ranks(dp).run(balanced, engine="plain" if dp == 1 else "ddp", dp=dp)[0]
+    assert_same(ranks(2 * dp).run(balanced, engine=engine, sp=2, dp=dp), expected)
+
+
+def speeds(trainer):
+    return next(entry for entry in trainer.state.log_history if "eval_samples_per_second" in entry)
+
+
+def test_evaluation_steps_per_second(ranks):
+    """Six rows, one at a time: as many steps as rows, whatever they take."""
+    settings = dict(data=rows(2), steps=2, eval_data=rows(6), eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=1)
+    for result in ranks(2).run(train, engine="ddp", sp=2, after=speeds, **settings):
+        log = result["after"]
+        assert log["eval_samples_per_second"] == pytest.approx(log["eval_steps_per_second"], rel=0.02)
