@@ -87,7 +87,7 @@ class Attachment:
         self._model = weakref.ref(model)
         # What a trial row goes through: the model, or what an engine made of it where only that can be run.
         self.entry = self._model
-        self._held, self._handles = [], []
+        self._held, self._handles, self._again = [], [], []
         decoder, head = decoder_of(model), head_of(model)
         self._decoder = weakref.ref(decoder)
         self.splits_loss = head is not None and scores_shift_labels(head)
@@ -107,8 +107,11 @@ class Attachment:
         for module in decoder.modules():
             if depends_on_positions(module):
                 self._handles += run_rotary_whole(module, self)
+        layers = {member for module in decoder.modules() if isinstance(module, torch.nn.ModuleList) for member in module}
         for module in called_by(decoder):
             self._handles += around(module, self.entrance.streams.begin, self.entrance.streams.end)
+            if module in layers and not type(module).__module__.startswith("torch."):
+                self._handles += around(module, self._begin_layer, self._end_layer)
         self._handles += scans.attach(list(decoder.modules()))
         for source in _modelling_modules([model, *decoder.modules()]):
             for name, wrap in _replacements(source):
@@ -316,14 +319,20 @@ class Attachment:
         is_plain = self.is_plain or on_whole_row() or running and running[-1] is None
         if row is None and not is_plain and (running or torch.is_grad_enabled()):
             self._refuse(module)
-        self.refuse_reversible(module, row)
         return row
 
-    def refuse_reversible(self, module, row):
-        """Without gradients in a forward that wants them: an autograd function of the model's own, which runs it again."""
-        again = row is not None and self.entrance.wants_gradients and not torch.is_grad_enabled()
-        if again and not recomputation.is_carried():
+    def _begin_layer(self, module, args, kwargs):
+        """One that runs again in backward has the row of its first time, or is refused: not all that is in it asks for the row."""
+        inside = self.entrance.running or current_row() is not None or on_whole_row()
+        again = not inside and not self.is_plain and self.owns(module)
+        row = kwargs.get(ROW_KEY) if again else None
+        if again and row is None and torch.is_grad_enabled():
             self._refuse(module)
+        self._again.append(None if row is None else hold(row))
+
+    def _end_layer(self, module, args, kwargs, output):
+        if self._again and (token := self._again.pop()) is not None:
+            release(token)
 
     def _refuse(self, module):
         raise ValueError(

@@ -71,7 +71,7 @@ class Entrance:
         parameters = inspect.signature(type(decoder).forward).parameters
         self.names = list(parameters)[1:]
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self.running, self.wants_gradients = [], False
+        self.running = []
         self.streams, self._noise = OwnStreams(attachment), None
 
     def enter(self, module, args, kwargs):
@@ -117,7 +117,6 @@ class Entrance:
             part["use_cache"] = False
         attachment.carry_row(module)
         forward.row = row
-        self.wants_gradients = torch.is_grad_enabled() and module.training
         self._noise = _noise_of_the_row(module, row)
         if module.training and self.streams.needed is None:
             self.streams.needed = draws(module)
@@ -133,7 +132,6 @@ class Entrance:
             return None
         forward, token = entered
         release(token)
-        self.wants_gradients = False
         self._give_back()
         if output is None:  # It raised.
             return None

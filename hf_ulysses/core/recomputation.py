@@ -2,12 +2,11 @@
 
 The current row (sequence.py) is gone when backward recomputes a layer; models that pass keyword arguments on bring it along,
 others do not. Checkpoint functions are therefore wrapped where transformers' layers and torch's wrappers keep them.
-A layer that runs again in another way (reversible ones) runs without gradients in its first time, outside of such a
-function, and is refused there and then (attachment.py, `row_of`).
+A layer that runs again in another way (code of one's own, reversible layers) has the row in its keyword arguments, or is
+refused there and then (attachment.py).
 """
 
 import functools
-from contextvars import ContextVar
 
 from .sequence import current_row, holding
 
@@ -25,21 +24,9 @@ class _Carrying:
         return self.function(run if row is None else functools.partial(_run_with, row, run), *args, **kwargs)
 
 
-_carried: ContextVar[bool] = ContextVar("ulysses_carried", default=False)
-
-
-def is_carried() -> bool:
-    """Whether what runs lies in a checkpoint function that has its row along."""
-    return _carried.get()
-
-
 def _run_with(row, run, *args, **kwargs):
-    token = _carried.set(True)
-    try:
-        with holding(row):
-            return run(*args, **kwargs)
-    finally:
-        _carried.reset(token)
+    with holding(row):
+        return run(*args, **kwargs)
 
 
 def carry_row(module) -> None:

@@ -34,6 +34,7 @@ OTHERS = {
     "opt": ((), ()),  # Positions counted where the mask is one.
     "openai-gpt": (("attn",), ()),  # No interface.
     "whisper": ((), ()),  # A decoder that scores labels as they are.
+    "hrm_text": ((), ()),  # Runs its layers without gradients, too.
 }
 LAYOUTS = {2: (4, 2), 4: (6, 3)}
 
