@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ..core import declared
+from ..core.models import check_model
 from . import support, trl
 from .accelerate import attach_model
 from .config import requested
@@ -44,12 +45,12 @@ def wrap_init(original):
         view = view_of_trainer(self)
         if view is not None:
             support.check_trainer(self)
-            support.check_model(self.model, view.sp_size)
+            check_model(self.model, view.sp_size)
             for name in _AMONG_REPLICAS:
                 if hasattr(self, name):
                     setattr(self, name, among_replicas(self, getattr(self, name)))
             self.compute_loss = _with_declared_loss(self, self.compute_loss)
-            # Batches balanced over ranks by one sampler; steps per second.
+            # A sampler that balances batches over ranks, and the number of steps of an evaluation, count ranks by these.
             for name, counts in (("_get_train_sampler", ("world_size", "process_index")), ("evaluate", _SIZE), ("predict", _SIZE)):
                 setattr(self, name, _with_counts_of_replicas(self, getattr(self, name), counts))
             trl.adopt(self)

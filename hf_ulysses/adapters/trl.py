@@ -30,7 +30,7 @@ def adopt(trainer) -> None:
     for name in _RUN_MODELS:
         if hasattr(trainer, name):
             setattr(trainer, name, _attached(trainer, getattr(trainer, name)))
-    # Of GRPO's kin it goes on to gather from all ranks: an error in there could not end them together.
+    # That of GRPO and its kin gathers from all ranks in the end: an error on one of them could not end the others there.
     around = () if hasattr(trainer, "_generate_single_turn") else ("_generate",)
     for name in (*_DRAW, *around):
         if getattr(trainer, name, None) is not None:

@@ -25,8 +25,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ..adapters import support
-from ..adapters.patching import Names
 from ..mixing import locate, scans
 from ..mixing.whole import depends_on_positions, run_rotary_whole
 from . import balance, recomputation
@@ -39,6 +37,8 @@ from .gather import gather_sequence
 from .hooks import around
 from .loss import reduce_loss
 from .masks import BUILDERS, for_full_row
+from .models import check_model
+from .names import Names
 from .peers import Peers
 from .randomness import called_by
 from .sequence import ROW_KEY, current_row, forget_rows, hold, in_no_graph, on_whole_row, release
@@ -310,7 +310,7 @@ class Attachment:
             report(forward, output)
         return open_exit(self, forward, output)
 
-    # -- for the rooms ------------------------------------------------------------------------------------------------
+    # -- for the rest of the package ----------------------------------------------------------------------------------
 
     def row_of(self, module, kwargs):
         """The row that a module of the decoder works on, `None` where it runs plainly or has been given the whole of it."""
@@ -396,7 +396,7 @@ def attach(model, group=None, *, seq_length=None, trial=True, under_engine=False
     for module in model.modules():
         if attachment_of(module) is not None:
             raise ValueError(f"{type(module).__name__} is attached already: detach() it first.")
-    support.check_model(model, dist.get_world_size(group))
+    check_model(model, dist.get_world_size(group))
     attachment = Attachment(model, group, seq_length, trial, under_engine)
     if memory is not None:
         from ..memory import switch_on

@@ -200,8 +200,8 @@ def _tokens(batch):
             return batch[key]
     raise ValueError(
         f"Sequence parallelism found neither `input_ids` nor `inputs_embeds` of shape (batch, sequence) in a batch with "
-        f"the keys {sorted(map(str, batch))}. Trainers that build their model inputs from other keys (preference, "
-        "reward, online RL) are not supported: train without sequence parallelism."
+        f"the keys {sorted(map(str, batch))}, so that there is no telling how long its rows are. Rename one, or give an attached "
+        "model the whole batch, model(**batch), whose decoder knows."
     )
 
 
@@ -222,8 +222,8 @@ def _refuse(batch, length):
     labels = batch.get("labels")
     if torch.is_tensor(labels) and (labels.dim() < 2 or labels.shape[1] != length):
         raise ValueError(
-            f"labels of shape {tuple(labels.shape)} are not one per token of a row of {length} tokens. Losses that need "
-            "the whole row (sequence classification, reward models) are not supported with sequence parallelism."
+            f"labels of shape {tuple(labels.shape)} are not one per token of a row of {length} tokens. For a loss that needs the "
+            "whole row (sequence classification, reward models) give the attached model the whole batch, model(**batch)."
         )
 
 

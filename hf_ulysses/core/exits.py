@@ -77,6 +77,7 @@ class Exit:
             forward.exit = "tokens"
             # TRL calls no module to multiply by its weight. FSDP2 leaves a shard there where the head is a unit of its own (its
             # norm is not found), and the gradient of what TRL gathers from shards is one rank's.
+            # (`bool` does nothing, where there is no FSDP2.)
             getattr(module.get_output_embeddings(), "unshard", bool)()
         forward.counted = kwargs.get("num_items_in_batch") is not None
         if forward.given is None:

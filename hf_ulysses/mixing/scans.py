@@ -19,12 +19,12 @@ import weakref
 
 import torch
 
-from ..adapters.patching import Names
 from ..core.all_to_all import Exchange, gather_heads_scatter_seq, gather_seq_scatter_all
 from ..core.cut import cut_tensor, pad
 from ..core.gather import gather_sequence
 from ..core.heads import share_heads
 from ..core.hooks import around
+from ..core.names import Names
 from ..core.sequence import ROW_KEY, current_row, holding
 from . import inline
 from .specs import named, spec_of

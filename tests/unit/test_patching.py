@@ -5,7 +5,8 @@ import types
 
 import pytest
 
-from hf_ulysses.adapters.patching import Names, Patch, Patches
+from hf_ulysses.adapters.patching import Patch, Patches
+from hf_ulysses.core.names import Names
 
 MODULE = "some_library"
 

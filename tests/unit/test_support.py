@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlamaConfig, T5Config
 
-from hf_ulysses.adapters.support import check_model, check_trainer
+from hf_ulysses.adapters.support import check_trainer
+from hf_ulysses.core.models import check_model
 
 from ..models import config_of
 
