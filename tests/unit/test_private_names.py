@@ -47,7 +47,7 @@ NAMES = {
     "_attn_implementation": lambda: llama().config._attn_implementation == "sdpa",
     "_gradient_checkpointing_func": lambda: callable(vars(checkpointed_layer())["_gradient_checkpointing_func"]),
     "_get_num_items_in_batch": lambda: parameters(Trainer._get_num_items_in_batch) == ["self", "batch_samples", "device"],
-    "_get_train_sampler": lambda: "train_dataset" in parameters(Trainer._get_train_sampler),
+    "_get_train_sampler": lambda: callable(vars(Trainer)["_get_train_sampler"]),
     "_load_rng_state": lambda: parameters(Trainer._load_rng_state) == ["self", "checkpoint"],
     # Since transformers 5.2; the package does without it before.
     "_track_num_input_tokens": lambda: parameters(getattr(Trainer, "_track_num_input_tokens", _track)) == ["self", "inputs"],
