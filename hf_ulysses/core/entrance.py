@@ -171,12 +171,24 @@ def _noise_of_the_row(decoder, row):
 
 
 def whole(value, row, attachment):
-    """Every shard `(B, s, ...)` in a nested value gathered to `(B, S, ...)`; routers' `(B * s, experts)` too. Collective."""
+    """Every shard `(B, s, ...)` in a nested value gathered to `(B, S, ...)`; routers' `(B * s, experts)` too. Collective.
+
+    Raises:
+        ValueError: a tensor `(B, s)` where `s` is the size of hidden states, too: it may be one pooled state for each row.
+    """
     shard, batch_size = row.padded // attachment.size, row.position_ids.shape[-2]
+    tensors = [leaf for leaf in leaves(value) if torch.is_tensor(leaf)]
+    widths = {leaf.shape[2] for leaf in tensors if leaf.dim() == 3 and leaf.shape[:2] == (batch_size, shard)}
 
     def gather(path, leaf):
         if not torch.is_tensor(leaf):
             return leaf
+        if leaf.dim() == 2 and leaf.shape == (batch_size, shard) and shard in widths:
+            raise ValueError(
+                f"What leaves the decoder holds a tensor of shape {tuple(leaf.shape)} ({path[1:]}): with {shard} tokens on each rank and "
+                f"hidden states of size {shard} there is no telling one number per token from one state per row. Pad rows to "
+                "another length."
+            )
         if leaf.dim() >= 2 and leaf.shape[:2] == (batch_size, shard):
             # Heads take views of it.
             return gather_sequence(leaf, attachment.group, 1, row.length).contiguous()

@@ -15,6 +15,7 @@ import hf_ulysses
 from hf_ulysses.core import control, entrance
 
 from ..models import batch_of, build
+from ..ranks import RankFailed
 
 BATCH = batch_of(2, 33)
 
@@ -174,3 +175,23 @@ def _interrupt(module, args):
 def test_an_interrupt_in_an_engine_is_forgotten(ranks):
     for shapes in ranks(2).run(interrupted_in_an_engine):
         assert shapes == [(2, 33, 128)] * 3
+
+
+def pooled(length):
+    """BERT's classifier: its base model returns a state per token and one per row, of size 64 both."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    batch = {"input_ids": torch.arange(2 * length).reshape(2, length) % 120 + 3, "labels": torch.tensor([0, 1])}
+    expected = model(**batch).loss
+    with hf_ulysses.attach(model):
+        return torch.allclose(model(**batch).loss, expected, rtol=1e-6)
+
+
+def test_a_pooled_state_is_not_taken_for_tokens(ranks):
+    """With 64 tokens on each rank there is no telling them apart."""
+    assert ranks(2).run(pooled, 126) == [True, True]
+    with pytest.raises(RankFailed, match=r"holds a tensor of shape \(2, 64\) \(pooler_output\): .* Pad rows to another length"):
+        ranks(2).run(pooled, 128)
