@@ -17,7 +17,7 @@ from ..core.attachment import Attachment, attach, attachment_of
 from ..core.cut import shard_batch
 from ..memory import switch_on
 from .config import StateView, memory_settings, requested, upstream_backends
-from .replicas import Replicas, sp_group, view_of
+from .replicas import Replicas, share_randomness, shared_view, sp_group, view_of
 
 # The accelerator whose `prepare_data_loader` runs: the function it calls gets no reference to it.
 _preparing: ContextVar = ContextVar("ulysses_preparing", default=None)
@@ -186,7 +186,7 @@ def wrap_prepare(original):
         if deepspeed:
             check_deepspeed_config(self)
             _drop_batch_size(self)
-        with _hidden(self) if deepspeed else nullcontext():
+        with _hidden(self) if deepspeed else nullcontext(), _steps_of_replicas(self, args):
             result = original(self, *args, **kwargs)
         results = result if isinstance(result, (tuple, list)) else (result,)
         for model, prepared in zip(args, results):
@@ -195,6 +195,7 @@ def wrap_prepare(original):
         for obj in results if attachments else ():
             if isinstance(obj, torch.utils.data.DataLoader):
                 yield_shards(obj, attachments[0])
+                self._yields_shards = True
         return result
 
     return prepare
@@ -225,6 +226,22 @@ def _hidden(accelerator):
         yield
     finally:
         accelerator.state.parallelism_config = view
+
+
+@contextmanager
+def _steps_of_replicas(accelerator, prepared):
+    """DeepSpeed's scheduler is told its steps divided by the number of processes: inside they are as many more."""
+    from accelerate.utils import DummyScheduler
+
+    dummies = [obj for obj in prepared if isinstance(obj, DummyScheduler) and obj.total_num_steps is not None]
+    counts = [dummy.total_num_steps for dummy in dummies]
+    for dummy in dummies:
+        dummy.total_num_steps *= view_of(accelerator).sp_size
+    try:
+        yield
+    finally:
+        for dummy, count in zip(dummies, counts):
+            dummy.total_num_steps = count
 
 
 class _ShardingCollate:
@@ -303,6 +320,30 @@ def wrap_gather_for_metrics(original):
     return gather_for_metrics
 
 
+def wrap_load_state(original):
+    @functools.wraps(original)
+    def load_state(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        if view_of(self) is not None:
+            share_randomness(sp_group(self))
+        return result
+
+    return load_state
+
+
+def wrap_local_sgd(original):
+    @functools.wraps(original)
+    def __init__(self, accelerator, *args, **kwargs):
+        original(self, accelerator, *args, **kwargs)
+        if view_of(accelerator) is not None and self.enabled:
+            raise ValueError(
+                "LocalSGD lets every rank step by itself, with the gradient of its shard of the row alone. With sequence parallelism "
+                "gradients are averaged in every step: pass enabled=False, or set sp_size=1."
+            )
+
+    return __init__
+
+
 # -- deepspeed.utils.groups and torch.distributed.nn, which documented training loops call -------------------------------
 
 
@@ -310,10 +351,7 @@ def shared_sp_group():
     """The sequence-parallel group of this process's accelerators, `None` without."""
     from accelerate.state import AcceleratorState
 
-    state = AcceleratorState._shared_state
-    if isinstance(state.get("parallelism_config"), StateView):
-        return state["device_mesh"]["sp"].get_group()
-    return None
+    return None if shared_view() is None else AcceleratorState._shared_state["device_mesh"]["sp"].get_group()
 
 
 def _answer(original, value_of_group):

@@ -8,6 +8,7 @@ shadowed on the instance that run models, count, and draw (trainer.py, trl.py).
 import importlib.util
 
 from . import accelerate
+from . import replicas
 from . import trainer
 from . import trl
 from .patching import Patch, Patches
@@ -50,6 +51,37 @@ def _rows() -> list[Patch]:
             why="takes what peers have alike once: rows, numbers, and what remains of an incomplete last batch",
             until=_NATIVE,
             parameters=("input_data",),
+        ),
+        Patch(
+            "accelerate.accelerator:gather_object",
+            trl.wrap_gather_object,
+            why="gather_for_metrics takes strings and other objects through it, as often as there are peers",
+            until=_NATIVE,
+        ),
+        Patch(
+            "accelerate.scheduler:AcceleratorState",
+            replicas.wrap_state,
+            why="a prepared scheduler steps once per process: sp times too fast",
+            until="it counts data-parallel ranks",
+        ),
+        Patch(
+            "accelerate.utils.random:AcceleratorState",
+            replicas.wrap_state,
+            why="set_seed(device_specific=True) seeds peers differently: they would draw, shuffle and generate differently",
+            until="it counts data-parallel ranks",
+        ),
+        Patch(
+            "accelerate.accelerator:Accelerator.load_state",
+            accelerate.wrap_load_state,
+            why="another layout saved other ranks' states: peers would draw differently",
+            until=_NATIVE,
+        ),
+        Patch(
+            "accelerate.local_sgd:LocalSGD.__init__",
+            accelerate.wrap_local_sgd,
+            why="ranks that share a row would step by themselves, each with its shard's gradient: refused",
+            until=_NATIVE,
+            parameters=("accelerator", "enabled"),
         ),
         Patch(
             "accelerate.accelerator:Accelerator.deepspeed_ulysses_dl_adapter",
@@ -133,7 +165,6 @@ def _rows() -> list[Patch]:
 
 
 _IN_TRAINERS = (
-    ("set_seed", trl.wrap_set_seed, "seeds ranks by their index: peers would generate and shuffle differently"),
     ("gather", trl.wrap_gather, "gathers rewards from all ranks: a group of generations would hold copies"),
     ("gather_object", trl.wrap_gather_object, "the table of completions would hold each as often as there are peers"),
 )
@@ -149,7 +180,7 @@ def _rows_of_trl() -> list[Patch]:
     # Older versions ask the server in the trainers' own modules.
     if importlib.util.find_spec("trl.generation") is not None:
         named += [("trl.generation.vllm_generation:", *row) for row in _IN_VLLM]
-    until = "seeds and gathers go by data-parallel ranks"
+    until = "they gather from data-parallel ranks"
     return rows + [Patch(module + name, wrap, why, until) for module, name, wrap, why in named]
 
 

@@ -14,11 +14,20 @@ import torch
 
 from ..core.control import Control
 from ..core.randomness import random_states, set_random_states
+from .config import StateView
 
 
 def view_of(accelerator):
     """The `StateView` of an accelerator with sequence parallelism, `None` of any other."""
     return getattr(accelerator, "_ulysses", None)
+
+
+def shared_view():
+    """The `StateView` of this process's accelerators, `None` without sequence parallelism."""
+    from accelerate.state import AcceleratorState
+
+    config = AcceleratorState._shared_state.get("parallelism_config")
+    return config if isinstance(config, StateView) else None
 
 
 def sp_group(accelerator):
@@ -55,12 +64,61 @@ class Replicas:
         setattr(self._accelerator, name, value)
 
     def gather(self, tensor):
-        return of_each_group(self._accelerator.gather(tensor), view_of(self).sp_size)
+        gathered, size = self._accelerator.gather(tensor), view_of(self).sp_size
+        if getattr(self._accelerator, "_yields_shards", False):
+            _check_alike(gathered, size)
+        return of_each_group(gathered, size)
 
     def reduce(self, tensor, reduction="sum", scale=1.0):
-        if reduction == "sum":
-            scale = scale / view_of(self).sp_size
-        return self._accelerator.reduce(tensor, reduction, scale)
+        from accelerate.utils.operations import recursively_apply
+
+        reduced, size = self._accelerator.reduce(tensor, reduction, scale), view_of(self).sp_size
+        if reduction != "sum":
+            return reduced
+        # Each replica has been added as often as it has ranks.
+        return recursively_apply(lambda total: total / size if total.is_floating_point() else total // size, reduced)
+
+
+def _check_alike(gathered, size):
+    """Refuse what an explicitly sharded batch makes of gathering: the first shard of each row would be all that is seen."""
+    from accelerate.utils.operations import recursively_apply
+
+    world = torch.distributed.get_world_size()
+
+    def check(tensor):
+        of_ranks = tensor.unflatten(0, (world // size, size, len(tensor) // world)).double()
+        # A number that all ranks have may differ in its last digits.
+        if not torch.allclose(of_ranks, of_ranks[:, :1].expand_as(of_ranks), rtol=1e-2, atol=1e-2, equal_nan=True):
+            raise ValueError(
+                "gather_for_metrics was given what differs within a sequence-parallel group: shards of a row, of which it would keep "
+                "the first. Gather the row first (attachment.gather), or prepare the loader in a call of its own, without the "
+                "model: its batches are whole rows, and so is what the model returns."
+            )
+        return tensor
+
+    recursively_apply(check, gathered)
+
+
+class _StateOfReplicas:
+    """An `AcceleratorState` that counts data-parallel ranks; everything else is the state's."""
+
+    def __init__(self, state, sp_size):
+        self._state = state
+        self.num_processes, self.process_index = state.num_processes // sp_size, state.process_index // sp_size
+
+    def __getattr__(self, name):
+        return getattr(self._state, name)
+
+
+def wrap_state(original):
+    """The name `AcceleratorState` in a module that counts processes where it means data-parallel ranks."""
+
+    @functools.wraps(original, updated=())
+    def state(*args, **kwargs):
+        found, view = original(*args, **kwargs), shared_view()
+        return found if view is None else _StateOfReplicas(found, view.sp_size)
+
+    return state
 
 
 def replicas_of(accelerator):

@@ -1,5 +1,7 @@
 """Trainers and training arguments that cannot be exact and are therefore refused, with the reason and the way out."""
 
+import torch
+
 # TRL's trainers that make their own batches, by loaders, packers or calls of the backbone that nothing here knows, and those
 # that generate through other processes. By name: their batches are only known when they train. All others are given whole
 # rows and are what they are without sequence parallelism. The last five are of older versions only.
@@ -34,9 +36,25 @@ def check_arguments(args, cls=None) -> None:
             "each rank would ask for other completions. GRPO, RLOO and GMPO can ask a server (vllm_mode='server'); all can "
             "generate with transformers (use_vllm=False)."
         )
+    if "lomo" in str(getattr(args, "optim", "")):
+        raise ValueError(
+            f"optim={str(args.optim)!r} changes weights within backward, before the gradients of a row's shards are averaged. Choose "
+            "another optimizer, or set sp_size=1."
+        )
     for name in ("use_transformers_continuous_batching", "use_transformers_paged"):
         if getattr(args, name, False):
             raise ValueError(f"{name}=True is not supported with sequence parallelism: set it to False.")
+
+
+def check_evaluation(trainer, loader) -> None:
+    """Refuse to evaluate a stream over several replicas, which fill its last batch with rows that they count twice."""
+    replicas = trainer.accelerator.num_processes // trainer.accelerator._ulysses.sp_size
+    streams = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    if streams and replicas > 1 and not trainer.args.dataloader_drop_last:
+        raise ValueError(
+            f"Evaluating an iterable dataset over {replicas} data-parallel ranks counts the rows twice that fill its last batch. Set "
+            "dataloader_drop_last=True, or give it a length (a dataset that is read by index)."
+        )
 
 
 def check_trainer(trainer) -> None:

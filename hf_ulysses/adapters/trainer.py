@@ -50,6 +50,7 @@ def wrap_init(original):
                 if hasattr(self, name):
                     setattr(self, name, among_replicas(self, getattr(self, name)))
             self.compute_loss = _with_declared_loss(self, self.compute_loss)
+            self.store_flos = _of_replicas(self, self.store_flos)
             # A sampler that balances batches over ranks, and the number of steps of an evaluation, count ranks by these.
             for name, counts in (("_get_train_sampler", ("world_size", "process_index")), ("evaluate", _SIZE), ("predict", _SIZE)):
                 setattr(self, name, _with_counts_of_replicas(self, getattr(self, name), counts))
@@ -67,6 +68,17 @@ def _with_counts_of_replicas(trainer, method, counts):
             return method(*args, **kwargs)
 
     return method_with_counts
+
+
+def _of_replicas(trainer, store_flos):
+    """The sum over ranks of the operations that each has counted for its whole row."""
+
+    @functools.wraps(store_flos)
+    def store_flos_of_replicas():
+        trainer.current_flos /= view_of_trainer(trainer).sp_size
+        store_flos()
+
+    return store_flos_of_replicas
 
 
 def _with_declared_loss(trainer, compute_loss):
@@ -147,7 +159,9 @@ def wrap_evaluation_loop(original):
     def evaluation_loop(self, *args, **kwargs):
         if view_of_trainer(self) is None:
             return original(self, *args, **kwargs)
-        asked = signature.bind(self, *args, **kwargs).arguments.get("prediction_loss_only")
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        support.check_evaluation(self, arguments["dataloader"])
+        asked = arguments.get("prediction_loss_only")
         attachment = attach_model(self.accelerator, self.model)
         attachment.loss_only = self.args.prediction_loss_only if asked is None else asked
         try:

@@ -129,18 +129,6 @@ def wrap_config(original):
 # -- names in the modules of GRPO's kin -----------------------------------------------------------------------------------
 
 
-def wrap_set_seed(original):
-    @functools.wraps(original)
-    def set_seed(seed, device_specific=False, **kwargs):
-        group = shared_sp_group()
-        if group is not None and device_specific:
-            seed += torch.distributed.get_rank() // torch.distributed.get_world_size(group)
-            device_specific = False
-        original(seed, device_specific, **kwargs)
-
-    return set_seed
-
-
 def wrap_gather(original):
     @functools.wraps(original)
     def gather(tensor):
@@ -155,7 +143,7 @@ def wrap_gather_object(original):
     @functools.wraps(original)
     def gather_object(object):
         group = shared_sp_group()
-        # Lists, which are joined: those of a group's other ranks are empty.
-        return original(object if group is None or torch.distributed.get_rank(group) == 0 else object[:0])
+        # They are joined: those of a group's other ranks are empty.
+        return original(object if group is None or torch.distributed.get_rank(group) == 0 else [])
 
     return gather_object

@@ -192,7 +192,8 @@ def whole(value, row, attachment):
         if leaf.dim() >= 2 and leaf.shape[:2] == (batch_size, shard):
             # Heads take views of it.
             return gather_sequence(leaf, attachment.group, 1, row.length).contiguous()
-        if "router" in path and leaf.dim() == 2 and leaf.shape[0] == batch_size * shard:
+        # A tuple has no names: of what it holds nothing else has this shape.
+        if ("router" in path or path.startswith("[")) and leaf.dim() == 2 and leaf.shape[0] == batch_size * shard:
             leaf = leaf.unflatten(0, (batch_size, shard))
             return gather_sequence(leaf, attachment.group, 1, row.length).flatten(0, 1)
         return leaf

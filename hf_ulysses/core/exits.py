@@ -134,11 +134,12 @@ def open_exit(attachment, forward, output):
     names = []
     for name in output.keys():
         parts = [leaf for leaf in leaves(output[name]) if torch.is_tensor(leaf) and leaf.dim() >= 2]
-        if any(leaf.shape[:2] == (batch_size, shard) for leaf in parts):
+        routers = "router" in name and any(leaf.shape[0] == batch_size * shard for leaf in parts)
+        if routers or any(leaf.shape[:2] == (batch_size, shard) for leaf in parts):
             names.append(name)
     if not names:
         return output
-    gather, agree = lambda value: whole(value, row, attachment), attachment.control.agree_to_read
+    gather, agree = lambda name, value: whole({name: value}, row, attachment)[name], attachment.control.agree_to_read
     return whole_when_read(output, names, gather, agree, lambda: attachment.loss_only)
 
 

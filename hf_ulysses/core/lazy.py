@@ -15,7 +15,7 @@ def whole_when_read(output, names, gather, agree, only_when_named=lambda: False)
 
     Args:
         names (`list[str]`): its fields that hold shards.
-        gather (`Callable`): a field's value -> the same of whole rows.
+        gather (`Callable`): a field's name and value -> the value of whole rows.
         agree (`Callable`): called with the names of the fields that are read, before they are gathered.
         only_when_named (`Callable`): whether fields that nobody has asked for by name are left out of `items()`, places
             and the like, as in an evaluation that only wants the loss.
@@ -38,7 +38,7 @@ def _lazy(cls):
         lazy.agree(", ".join(names))
         lazy.shards.difference_update(names)
         for name in names:
-            self[name] = lazy.gather(OrderedDict.__getitem__(self, name))
+            self[name] = lazy.gather(name, OrderedDict.__getitem__(self, name))
 
     def fields(self):
         lazy = self.__dict__.get("ulysses")

@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 
-from .test_accelerate_loop import documented_loop
+from .test_accelerate_loop import documented_loop, make_accelerator
 from .test_evaluation import evaluate
 from .test_generation import by_tokens, prompts
 from .trajectory import rows, tiny_llama, train
@@ -263,6 +263,67 @@ def asks_the_server_once(expected):
     assert asked == ([[[10], [11]]] if dist.get_rank() == 0 else [])
 
 
+def accelerator_of(dp=1):
+    import hf_ulysses
+
+    hf_ulysses.enable()
+    return make_accelerator("ddp", 2, dp)
+
+
+def gathers_objects_once(expected):
+    assert accelerator_of(dp=2).gather_for_metrics([f"row {int(os.environ['RANK']) // 2}"]) == ["row 0", "row 1"]
+
+
+def rates(**settings):
+    """Of a loop that prepares its scheduler: ten steps down to zero."""
+    import torch
+
+    accelerator = make_accelerator(**settings)
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 10))
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    found = []
+    for row in rows(4):
+        accelerator.backward(model(**{name: values[None] for name, values in row.items()}).loss)
+        optimizer.step()
+        scheduler.step()
+        found.append(scheduler.get_last_lr()[0])
+    return found
+
+
+def steps_the_schedule_once(expected):
+    import hf_ulysses
+
+    hf_ulysses.enable()
+    assert rates(engine="ddp", sp=2, dp=1) == expected == pytest.approx([0.9, 0.8, 0.7, 0.6])
+
+
+def draws_alike_after_loading(expected):
+    """A state that was saved by ranks with other random states."""
+    import tempfile
+
+    import torch
+
+    accelerator, folder = accelerator_of(), [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(folder, src=0)
+    torch.manual_seed(int(os.environ["RANK"]))
+    accelerator.save_state(folder[0])
+    accelerator.load_state(folder[0])
+    draws = [None, None]
+    torch.distributed.all_gather_object(draws, torch.rand(1).item())
+    assert draws[0] == draws[1]
+
+
+def refuses_local_sgd(expected):
+    from accelerate.local_sgd import LocalSGD
+
+    accelerator = accelerator_of()
+    with pytest.raises(ValueError, match="LocalSGD lets every rank step by itself"):
+        LocalSGD(accelerator, tiny_llama(), 2)
+    LocalSGD(accelerator, tiny_llama(), 2, enabled=False)
+
+
 _STEPS = (train, dict(steps=2))
 _EPOCHS = dict(steps=-1, num_train_epochs=2, data=rows(3))
 _LOOP = (documented_loop, {})
@@ -275,6 +336,11 @@ BEHAVIOURS = {
     "Accelerator.prepare_data_loader": (trains_exactly, dict(engine="zero2", steps=2), _STEPS, 2),
     "accelerator:prepare_data_loader": (trains_exactly, dict(engine="zero2", steps=2), _STEPS, 2),
     "Accelerator.gather_for_metrics": (predicts_each_row_once, dict(engine="ddp"), _EVALUATION, 2),
+    "accelerator:gather_object": (gathers_objects_once, {}, None, 4),
+    "scheduler:AcceleratorState": (steps_the_schedule_once, {}, (rates, dict(engine="plain", sp=1, dp=1)), 2),
+    "random:AcceleratorState": (generates_exactly, _GRPO, (generate, _GRPO), 4),
+    "Accelerator.load_state": (draws_alike_after_loading, {}, None, 2),
+    "LocalSGD.__init__": (refuses_local_sgd, {}, None, 2),
     "Accelerator.deepspeed_ulysses_dl_adapter": (loops_exactly, dict(engine="zero2", loader="adapter"), _LOOP, 2),
     "TrainingArguments.__post_init__": (refuses_before_anything_is_loaded, {}, None, 2),
     "Trainer.__init__": (refuses_prompt_tuning, {}, None, 2),
@@ -289,11 +355,9 @@ BEHAVIOURS = {
     "deepspeed_load_checkpoint": (names_the_universal_checkpoint, {}, None, 2),
     "trainer_config_process": (accepts_the_real_batch_size, {}, (train, dict(steps=2, accumulation=2)), 2),
     "GRPOConfig.__post_init__": (generates_exactly, _GRPO, (generate, _GRPO), 4),
-    "grpo_trainer:set_seed": (generates_exactly, _GRPO, (generate, _GRPO), 4),
     "grpo_trainer:gather": (generates_exactly, _GRPO, (generate, _GRPO), 4),
     "grpo_trainer:gather_object": (generates_exactly, _GRPO, (generate, _GRPO), 4),
     "RLOOConfig.__post_init__": (generates_exactly, _RLOO, (generate, _RLOO), 4),
-    "rloo_trainer:set_seed": (generates_exactly, _RLOO, (generate, _RLOO), 4),
     "rloo_trainer:gather": (generates_exactly, _RLOO, (generate, _RLOO), 4),
     "rloo_trainer:gather_object": (generates_exactly, _RLOO, (generate, _RLOO), 4),
     "vllm_generation:gather_object": (asks_the_server_once, {}, None, 4),
