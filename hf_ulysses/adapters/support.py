@@ -48,7 +48,8 @@ def check_arguments(args, cls=None) -> None:
 
 def check_evaluation(trainer, loader) -> None:
     """Refuse to evaluate a stream over several replicas, which fill its last batch with rows that they count twice."""
-    replicas = trainer.accelerator.num_processes // trainer.accelerator._ulysses.sp_size
+    view = trainer.accelerator.state.parallelism_config
+    replicas = view.dp_replicate_size * view.dp_shard_size
     streams = isinstance(loader.dataset, torch.utils.data.IterableDataset)
     if streams and replicas > 1 and not trainer.args.dataloader_drop_last:
         raise ValueError(

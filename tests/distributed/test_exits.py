@@ -195,3 +195,20 @@ def test_a_pooled_state_is_not_taken_for_tokens(ranks):
     assert ranks(2).run(pooled, 126) == [True, True]
     with pytest.raises(RankFailed, match=r"holds a tensor of shape \(2, 64\) \(pooler_output\): .* Pad rows to another length"):
         ranks(2).run(pooled, 128)
+
+
+def routers(return_dict):
+    model = build("mixtral", dtype=torch.float32)
+    given = dict(BATCH, output_router_logits=True, return_dict=return_dict)
+    expected = model(**given)
+    expected = expected.router_logits if return_dict else expected[-1]
+    with hf_ulysses.attach(model) as sp:
+        output = model(**given)
+        found = output.router_logits if return_dict else output[-1]
+        return [torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True)], sp.splits_loss
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_router_logits_are_whole_too(ranks, return_dict):
+    """Of shape (B * S, experts), unlike all others."""
+    assert ranks(2).run(routers, return_dict) == [([True, True], True)] * 2

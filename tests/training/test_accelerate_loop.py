@@ -204,3 +204,62 @@ def compiled_by_regions():
 
 def test_regional_compilation_is_refused(ranks):
     ranks(2).run(compiled_by_regions)
+
+
+def gather_shards():
+    import hf_ulysses
+
+    hf_ulysses.enable()
+    accelerator = make_accelerator("ddp", 2, 1)
+    model, data = accelerator.prepare(tiny_llama(), torch.utils.data.DataLoader(rows(1), collate_fn=collate))
+    batch = next(iter(data))
+    with pytest.raises(ValueError, match="differs within a sequence-parallel group: shards of a row"):
+        accelerator.gather_for_metrics((model(**batch).logits.argmax(-1), batch["labels"]))
+
+
+def test_shards_are_not_gathered_as_if_they_were_rows(ranks):
+    ranks(2).run(gather_shards)
+
+
+def reduced():
+    import hf_ulysses
+    from hf_ulysses.adapters.replicas import Replicas
+
+    hf_ulysses.enable()
+    accelerator = Replicas(make_accelerator("ddp", 2, 2))
+    replica = accelerator.process_index
+    return [accelerator.reduce({"a": torch.tensor(5.0 + replica)}, how)["a"].item() for how in ("sum", "mean")] + [
+        accelerator.reduce(torch.tensor([3, replica])).tolist()
+    ]
+
+
+def test_what_replicas_reduce_is_counted_once(ranks):
+    """Two of them, of 5 and 6: as their trainer would see without sequence parallelism."""
+    assert ranks(4).run(reduced) == [[11.0, 5.5, [6, 1]]] * 4
+
+
+def scheduled(sp, dp):
+    """The steps that DeepSpeed's own scheduler is told of: for each data-parallel rank its share."""
+    from accelerate.utils import DummyOptim, DummyScheduler
+
+    import hf_ulysses
+
+    if sp > 1:
+        hf_ulysses.enable()
+    accelerator = make_accelerator("zero2", sp, dp)
+    params = dict(warmup_min_lr="auto", warmup_max_lr="auto", warmup_num_steps="auto", total_num_steps="auto")
+    config = accelerator.deepspeed_plugin.deepspeed_config
+    config.update(train_micro_batch_size_per_gpu=1, zero_allow_untested_optimizer=True)
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
+    config["scheduler"] = {"type": "WarmupDecayLR", "params": params}
+    # The plugin knows what is "auto" by a copy of its own.
+    accelerator.deepspeed_plugin.hf_ds_config.config.update(config)
+    model = tiny_llama()
+    optimizer = DummyOptim(model.parameters(), lr=0.1)
+    scheduler = DummyScheduler(optimizer, total_num_steps=100, warmup_num_steps=2)
+    accelerator.prepare(model, optimizer, scheduler)
+    return accelerator.deepspeed_config["scheduler"]["params"]["total_num_steps"], scheduler.total_num_steps
+
+
+def test_deepspeeds_own_scheduler_counts_data_parallel_ranks(ranks):
+    assert ranks(4).run(scheduled, 2, 2) == [(50, 100)] * 4 and ranks(2).run(scheduled, 1, 2) == [(50, 100)] * 2

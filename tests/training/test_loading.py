@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from ..ranks import RankFailed
 from .test_trajectories import assert_same
 from .trajectory import rows, train
 
@@ -185,3 +186,41 @@ def test_evaluation_steps_per_second(ranks):
     for result in ranks(2).run(train, engine="ddp", sp=2, after=speeds, **settings):
         log = result["after"]
         assert log["eval_samples_per_second"] == pytest.approx(log["eval_steps_per_second"], rel=0.02)
+
+
+def flos(trainer):
+    return trainer.state.total_flos
+
+
+def test_operations_of_a_row_are_counted_once(ranks):
+    expected = ranks(1).run(train, steps=2, after=flos)[0]["after"]
+    assert [result["after"] for result in ranks(2).run(train, engine="ddp", sp=2, steps=2, after=flos)] == [expected] * 2
+
+
+def evaluate_a_stream(**settings):
+    train(engine="ddp", sp=2, dp=2, steps=1, after=lambda trainer: trainer.evaluate(Stream(rows(5))), **settings)
+
+
+def test_a_stream_is_not_evaluated_over_replicas(ranks):
+    """The last batch of one of them would be filled up with rows that are counted twice."""
+    with pytest.raises(RankFailed, match="Evaluating an iterable dataset over 2 data-parallel ranks counts the rows twice"):
+        ranks(4).run(evaluate_a_stream)
+    ranks(4).run(evaluate_a_stream, dataloader_drop_last=True)
+
+
+def with_lomo():
+    import tempfile
+
+    from transformers import TrainingArguments
+
+    import hf_ulysses
+
+    from .trajectory import _parallelism
+
+    hf_ulysses.enable()
+    with pytest.raises(ValueError, match="optim='lomo' changes weights within backward"):
+        TrainingArguments(tempfile.mkdtemp(), use_cpu=True, optim="lomo", parallelism_config=_parallelism("ddp", 2, 1))
+
+
+def test_optimizers_that_step_in_backward_are_refused(ranks):
+    ranks(2).run(with_lomo)
